@@ -1,0 +1,1 @@
+"""Everything that touches the Julia runtime. The only folder that imports juliacall."""
