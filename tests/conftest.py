@@ -1,0 +1,11 @@
+"""Fixtures that more than one test file needs."""
+
+import jax
+import pytest
+
+
+@pytest.fixture
+def x64():
+    """Run the test with jax's 64-bit types on."""
+    with jax.enable_x64(True):
+        yield
