@@ -76,8 +76,8 @@ def function_of(engine: Engine, target, args) -> tuple[Function, list]:
 
     The table hangs on the target, so that it lives as long as the target does and no longer.
     """
-    leaves, in_tree = jax.tree.flatten(args)
-    leaves = [jnp.asarray(leaf) for leaf in leaves]
+    named, in_tree = jax.tree.flatten_with_path(args)
+    leaves = [_as_array(target, path, leaf) for path, leaf in named]
     in_avals = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
     key = (engine, in_tree, in_avals)
     table = target.jet_functions
@@ -85,6 +85,17 @@ def function_of(engine: Engine, target, args) -> tuple[Function, list]:
         out_tree, out_avals = engine.trace(target, in_tree, in_avals)
         table[key] = Function(engine, target, in_tree, in_avals, out_tree, out_avals)
     return table[key], leaves
+
+
+def _as_array(target, path, leaf):
+    try:
+        return jnp.asarray(leaf)
+    except TypeError as error:
+        where = f"argument {path[0].idx}{jax.tree_util.keystr(path[1:])}"
+        raise TypeError(
+            f"{getattr(target, '__name__', target)}: {where} is {leaf!r} of type "
+            f"{type(leaf).__name__}; accepted are arrays, numbers and None."
+        ) from error
 
 
 # ---- slots ------------------------------------------------------------------------------------
@@ -352,34 +363,66 @@ def call(engine: Engine, target, *args):
     return jax.tree.unflatten(function.out_tree, out)
 
 
+def result_struct(engine: Engine, target, args):
+    """The pytree of shapes and dtypes that ``target(*args)`` has."""
+    function, _ = function_of(engine, target, args)
+    return jax.tree.unflatten(function.out_tree, function.out_avals)
+
+
 def cotangent(engine: Engine, target, args, covector, directions=(), wanted=None):
-    """The cotangent of ``args``: the form with slot 1 open.
+    """The cotangent of ``args``: the form with slot 1 open, from one reverse pass.
 
     Args:
       args: a tuple of pytrees, what ``target`` is called with.
-      covector: a pytree like ``target``'s result.
-      directions: k pytrees like ``args``, with None in place of an argument whose direction is
-        zero. With k of them the result is T_k of <covector, target>, all from one reverse pass.
-      wanted: one bool an argument; None wants all. Leaves without a derivative are never wanted.
+      covector: a list over the leaves of ``target``'s result, None where it is zero.
+      directions: k tuples like ``args``, with None in place of an argument whose direction is
+        zero. With k of them the result is T_k of <covector, target>.
+      wanted: one bool an argument; None wants all.
 
     Returns:
-      A list over the leaves of ``args``: a cotangent, or None where it was not wanted.
+      A list over the leaves of ``args``: a cotangent, or None where it was not wanted or the leaf
+      is not a float.
     """
     function, z = function_of(engine, target, args)
-    owner = [i for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
-    inexact = [_inexact(leaf) for leaf in z]
     spec = tuple(
-        () if ok and (wanted is None or wanted[i]) else None for i, ok in zip(owner, inexact)
+        () if _inexact(leaf) and (wanted is None or wanted[owner]) else None
+        for leaf, owner in zip(z, _owners(args))
     )
     _refuse_complex(function, spec)
-    c = [jnp.asarray(leaf) for leaf in jax.tree.leaves(covector)]
-    slots, sflags = [c, None], [((),) * len(c), spec]
-    for direction in directions:
-        leaves = []
-        for arg, d in zip(args, direction):
-            leaves += [None] * len(jax.tree.leaves(arg)) if d is None else jax.tree.leaves(d)
-        leaves = [None if is_zero(d) or not ok else d for d, ok in zip(leaves, inexact)]
-        slots.append(leaves)
-        sflags.append(tuple(None if d is None else () for d in leaves))
+    slots = [list(covector), None, *(_direction(args, z, d) for d in directions)]
+    sflags = [_given(slots[0]), spec, *map(_given, slots[2:])]
     out = iter(bind(function, 1, (), ((),) * len(z), tuple(sflags), z, slots))
     return [None if flags is None else next(out) for flags in spec]
+
+
+def summed_second_derivative(engine: Engine, target, args, directions, count):
+    """sum_i D^2 h(z)[e_i, e_i] over ``count`` directions stacked along axis 0, in one call.
+
+    A level of its own for the directions, and a result that is shared over it: the engine sums.
+    """
+    function, z = function_of(engine, target, args)
+    direction = _direction(args, z, directions)
+    mapped = tuple(None if d is None else (True,) for d in direction)
+    _refuse_complex(function, mapped)
+    sflags = (((False,),) * len(function.out_avals), mapped, mapped)
+    slots = [None, direction, direction]
+    out = bind(function, 0, (count,), ((False,),) * len(z), sflags, z, slots)
+    return jax.tree.unflatten(function.out_tree, out)
+
+
+def _owners(args):
+    return [i for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
+
+
+def _direction(args, z, direction):
+    leaves = []
+    for arg, d in zip(args, direction):
+        leaves += [None] * len(jax.tree.leaves(arg)) if d is None else jax.tree.leaves(d)
+    return [
+        None if is_zero(d) or not _inexact(leaf) else jnp.asarray(d, leaf.dtype)
+        for d, leaf in zip(leaves, z)
+    ]
+
+
+def _given(slot):
+    return tuple(None if leaf is None else () for leaf in slot)
