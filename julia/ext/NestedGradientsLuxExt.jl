@@ -1,0 +1,2 @@
+# Lux's layers on our arrays.
+module NestedGradientsLuxExt end

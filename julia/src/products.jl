@@ -1,0 +1,133 @@
+# Products of our arrays on BLAS: d(AB) = A dB + dA B, each a product of plain arrays.
+
+"""
+    bilinear(f, A, B)
+
+`f(A, B)` for a bilinear `f`, from products of the separated parts. With respect to the outermost tag
+of the two; the parts may hold inner tags, and `f` of them comes back here.
+"""
+@inline bilinear(f::F, A, B) where {F} = bilinear(f, outermost(A, B), A, B)
+@inline function bilinear(f::F, ::Type{G}, A, B) where {F, G}
+    a, da = parts(G, A)
+    b, db = parts(G, B)
+    return dual(G, f(a, b), productpartial(f, a, da, b, db))
+end
+@inline bilinear(f::F, ::Type{Nothing}, A, B) where {F} = f(A, B)
+
+productpartial(f::F, a, ::Nothing, b, db) where {F} = f(a, db)
+productpartial(f::F, a, da, b, ::Nothing) where {F} = f(da, b)
+productpartial(f::F, a, da, b, db) where {F} = f(a, db) .+ f(da, b)
+productpartial(f::F, a::Number, da::Number, b::Number, db::Number) where {F} = f(a, db) +
+    f(da, b)
+
+# A dense product can add the second to the first in place.
+const Dense{T} = Union{
+    StridedVecOrMat{T},
+    Adjoint{T, <:StridedVecOrMat{T}},
+    Transpose{T, <:StridedVecOrMat{T}},
+}
+function productpartial(
+    ::typeof(*),
+    a::Dense{T},
+    da::Dense{T},
+    b::Dense{T},
+    db::Dense{T},
+) where {T <: LinearAlgebra.BlasReal}
+    return addproduct(a * db, da, b)
+end
+addproduct(c::Number, da, b) = c + da * b
+addproduct(c::AbstractArray, da, b) = mul!(c, da, b, true, true)
+
+# `*` has a method for most wrappers: each that could meet ours is named, so that none is ambiguous.
+for W in (
+        :(AbstractVector{<:Number}),
+        :(AbstractMatrix{<:Number}),
+        :(Adjoint{<:Number, <:AbstractVector}),
+        :(Transpose{<:Number, <:AbstractVector}),
+        :(Diagonal{<:Number}),
+        :(AbstractTriangular{<:Number}),
+    )
+    @eval Base.:*(A::$W, B::DualMatrix) = bilinear(*, A, B)
+    @eval Base.:*(A::DualMatrix, B::$W) = bilinear(*, A, B)
+    @eval Base.:*(A::$W, B::DualVector) = bilinear(*, A, B)
+    @eval Base.:*(A::DualVector, B::$W) = bilinear(*, A, B)
+end
+for A in (:DualVector, :DualMatrix), B in (:DualVector, :DualMatrix)
+    @eval Base.:*(A::$A, B::$B) = bilinear(*, A, B)
+end
+LinearAlgebra.dot(A::DualArray, B::DualArray) = bilinear(dot, A, B)
+LinearAlgebra.dot(A::DualArray, B::AbstractArray) = bilinear(dot, A, B)
+LinearAlgebra.dot(A::AbstractArray, B::DualArray) = bilinear(dot, A, B)
+LinearAlgebra.kron(A::DualVecOrMat, B::DualVecOrMat) = bilinear(kron, A, B)
+LinearAlgebra.kron(A::DualVecOrMat, B::AbstractVecOrMat{<:Number}) = bilinear(kron, A, B)
+LinearAlgebra.kron(A::AbstractVecOrMat{<:Number}, B::DualVecOrMat) = bilinear(kron, A, B)
+
+# Code that fills buffers of its own (`[...]` of our numbers, `similar` of a plain array) has them
+# interleaved. Its products are separated, done on BLAS and joined again.
+for A in (:StridedMatrix, :Adjoint, :Transpose), B in (
+        :StridedVecOrMat,
+        :Adjoint,
+        :Transpose,
+    )
+    TA = A === :StridedMatrix ? :(StridedMatrix{<:Real}) : :($A{<:Real, <:StridedVecOrMat})
+    TB = B === :StridedVecOrMat ?
+        :(StridedVecOrMat{<:Real}) :
+        :($B{<:Real, <:StridedVecOrMat})
+    @eval function LinearAlgebra.mul!(
+        C::StridedVecOrMat{<:LevelDual},
+        A::$TA,
+        B::$TB,
+        α::Number,
+        β::Number,
+    )
+        return addto!(C, bilinear(*, A, B), α, β)
+    end
+end
+function LinearAlgebra.mul!(
+    C::DualVecOrMat,
+    A::AbstractVecOrMat{<:Real},
+    B::AbstractVecOrMat{<:Real},
+    α::Number,
+    β::Number,
+)
+    return addto!(C, A * B, α, β)
+end
+addto!(C, P, α, β) = iszero(β) ? (C .= α .* P) : (C .= α .* P .+ β .* C)
+
+# ---- solving ----
+
+Base.inv(A::DualMatrix) = inverse(tag(A), A)
+function inverse(::Type{G}, A) where {G}
+    a, da = parts(G, A)
+    v = inv(a)
+    return dual(G, v, -(v * da * v))
+end
+
+Base.:\(A::DualMatrix, B::DualVecOrMat) = solve(outermost(A, B), A, B)
+Base.:\(A::DualMatrix, B::AbstractVecOrMat{<:Number}) = solve(outermost(A, B), A, B)
+Base.:\(A::AbstractMatrix{<:Number}, B::DualVecOrMat) = solve(outermost(A, B), A, B)
+function solve(::Type{G}, A, B) where {G}
+    a, da = parts(G, A)
+    b, db = parts(G, B)
+    x = a \ b
+    right = da === nothing ? db : db === nothing ? -(da * x) : db - da * x
+    return dual(G, x, a \ right)
+end
+Base.:/(A::DualVecOrMat, B::DualMatrix) = transpose(transpose(B) \ transpose(A))
+Base.:/(A::DualVecOrMat, B::AbstractMatrix{<:Number}) = transpose(
+    transpose(B) \ transpose(A),
+)
+Base.:/(A::AbstractVecOrMat{<:Number}, B::DualMatrix) = transpose(
+    transpose(B) \ transpose(A),
+)
+
+function LinearAlgebra.logabsdet(A::DualMatrix)
+    G = tag(A)
+    a, da = parts(G, A)
+    value, sign = logabsdet(a)
+    return dual(G, value, tr(a \ da)), sign
+end
+LinearAlgebra.logdet(A::DualMatrix) = first(positive(logabsdet(A)))
+positive(d) = last(d) > 0 ?
+    d :
+    throw(DomainError(last(d), "logdet of a matrix whose determinant is not positive"))
