@@ -1,0 +1,123 @@
+# The pointers that XLA and Python call. An exception never leaves one of them: it would end the
+# process. `answer` and `run` take the place of juliacall's calls, which hold Python's lock while
+# Julia works, and so could wait for each other for ever when several threads are about.
+
+const OPEN = Int32(0)
+const CLOSED = Int32(1) # Python is exiting
+const FORKED = Int32(2) # this process is a fork of the one that started Julia
+const ALONE = Int32(3)  # Julia's signal handlers are off: one thread at a time
+
+# Written by Python, which holds the address; read by every call.
+const GATE = Ref{Int32}(OPEN)
+const INSIDE = Threads.Atomic{Int}(0)
+const CALLS = Threads.Atomic{Int}(0)
+
+function refusal(gate, inside)
+    gate == CLOSED && return "Python is exiting, and Julia has ended before this call began"
+    gate == FORKED &&
+        return "this process was forked from the one that started Julia, and a Julia " *
+            "runtime does not survive a fork. Use multiprocessing's \"spawn\" start method"
+    inside > 1 &&
+        return "several threads are in Julia at once, and Julia runs without its signal " *
+            "handlers since juliacall was imported before pybridge. Import pybridge first, or set " *
+            "PYTHON_JULIACALL_HANDLE_SIGNALS=yes before Python starts"
+    return nothing
+end
+
+function execute(number, inputs::Buffers, outputs::Buffers)
+    plan = (@atomic PLANS.plans)[number]
+    plan(inputs, outputs)
+    return nothing
+end
+
+plan_name(number) = try
+    getfield((@atomic PLANS.plans)[number], :name)::String
+catch
+    "plan $number"
+end
+
+# XLA's handler, one for every function, order and shape.
+function handle(frame::Ptr{CallFrame})::Ptr{Cvoid}
+    unsafe_load(field_pointer(frame, :extension_start)) == C_NULL ||
+        (answer_metadata(frame) && return C_NULL)
+    unsafe_load(field_pointer(frame, :stage)) == STAGE_EXECUTE || return C_NULL
+    inside = Threads.atomic_add!(INSIDE, 1) + 1
+    Threads.atomic_add!(CALLS, 1)
+    number = plan_number(frame)
+    result = C_NULL
+    try
+        gate = GATE[]
+        if gate != OPEN && (why = refusal(gate, inside)) !== nothing
+            result = xla_error(
+                frame,
+                REPORT_START * plan_name(number) * ": " * why * REPORT_END,
+            )
+        else
+            inputs = unsafe_load(field_pointer(field_pointer(frame, :args), :buffers))
+            outputs = unsafe_load(field_pointer(field_pointer(frame, :rets), :buffers))
+            execute(number, Buffers(inputs, true), Buffers(outputs, true))
+        end
+    catch e
+        result = xla_error(frame, report(plan_name(number), e, catch_backtrace()))
+    end
+    Threads.atomic_sub!(INSIDE, 1)
+    return result
+end
+
+# The callback path: the same plan on addresses from NumPy. Returns NULL, or a text to be freed.
+function run(number::Int64, inputs::Ptr{Ptr{Cvoid}}, outputs::Ptr{Ptr{Cvoid}})::Ptr{UInt8}
+    inside = Threads.atomic_add!(INSIDE, 1) + 1
+    Threads.atomic_add!(CALLS, 1)
+    result = Ptr{UInt8}(C_NULL)
+    try
+        gate = GATE[]
+        why = gate == OPEN ? nothing : refusal(gate, inside)
+        if why === nothing
+            execute(number, Buffers(inputs, false), Buffers(outputs, false))
+        else
+            result = text(REPORT_START * plan_name(number) * ": " * why * REPORT_END)
+        end
+    catch e
+        result = text(report(plan_name(number), e, catch_backtrace()))
+    end
+    Threads.atomic_sub!(INSIDE, 1)
+    return result
+end
+
+# Evaluate one expression in this module: "+" and its value as text, or "-" and the report.
+function answer(name::Cstring, question::Cstring)::Ptr{UInt8}
+    return try
+        value = Core.eval(@__MODULE__, Meta.parse(unsafe_string(question)))
+        text("+" * Base.invokelatest(string, value))
+    catch e
+        text("-" * report(unsafe_string(name), e, catch_backtrace()))
+    end
+end
+
+function text(s::String)
+    copy = Ptr{UInt8}(Libc.malloc(sizeof(s) + 1))
+    GC.@preserve s unsafe_copyto!(copy, pointer(s), sizeof(s))
+    unsafe_store!(copy, 0x00, sizeof(s) + 1)
+    return copy
+end
+
+release(p::Ptr{UInt8})::Cvoid = Libc.free(p)
+
+"""
+    pointers() -> String
+
+The addresses, for Python: made at run time, since a precompiled one would not be valid.
+"""
+function pointers()
+    addresses = (
+        handle = @cfunction(handle, Ptr{Cvoid}, (Ptr{CallFrame},)),
+        run = @cfunction(run, Ptr{UInt8}, (Int64, Ptr{Ptr{Cvoid}}, Ptr{Ptr{Cvoid}})),
+        answer = @cfunction(answer, Ptr{UInt8}, (Cstring, Cstring)),
+        release = @cfunction(release, Cvoid, (Ptr{UInt8},)),
+        gate = Base.unsafe_convert(Ptr{Int32}, GATE),
+        safe_enter = cglobal(:jl_gc_safe_enter),
+        unsafe_enter = cglobal(:jl_gc_unsafe_enter),
+        inside = Base.unsafe_convert(Ptr{Int}, INSIDE),
+    )
+    return join((string(k, "=", UInt(v)) for (k, v) in pairs(addresses)), " ")
+end

@@ -1,0 +1,144 @@
+# The call frame of XLA's typed FFI: the structs of jaxlib's include/xla/ffi/api/c_api.h, field by
+# field. Julia lays isbits structs out as C does, so no offset is written down here; the tests
+# compare `fieldoffset` with what a C compiler makes of the header.
+
+const API_MAJOR = Int32(0)
+const API_MINOR = Int32(3)
+
+const EXTENSION_METADATA = Int32(1)
+const STAGE_EXECUTE = Int32(3)
+const ERROR_INTERNAL = Int32(13)
+
+struct ExtensionBase
+    struct_size::Csize_t
+    type::Cint
+    next::Ptr{ExtensionBase}
+end
+
+struct ApiVersion
+    struct_size::Csize_t
+    extension_start::Ptr{ExtensionBase}
+    major_version::Cint
+    minor_version::Cint
+end
+
+struct Metadata
+    struct_size::Csize_t
+    api_version::ApiVersion
+    traits::UInt32
+    state_type_id::Int64
+end
+
+struct MetadataExtension
+    extension_base::ExtensionBase
+    metadata::Ptr{Metadata}
+end
+
+struct Api
+    struct_size::Csize_t
+    extension_start::Ptr{ExtensionBase}
+    api_version::ApiVersion
+    internal_api::Ptr{Cvoid}
+    error_create::Ptr{Cvoid}
+end
+
+struct ErrorCreateArgs
+    struct_size::Csize_t
+    extension_start::Ptr{ExtensionBase}
+    message::Ptr{UInt8}
+    errc::Cint
+end
+
+struct Buffer
+    struct_size::Csize_t
+    extension_start::Ptr{ExtensionBase}
+    dtype::Cint
+    data::Ptr{Cvoid}
+    rank::Int64
+    dims::Ptr{Int64}
+end
+
+struct Operands
+    # XLA_FFI_Args and XLA_FFI_Rets have one layout
+    struct_size::Csize_t
+    extension_start::Ptr{ExtensionBase}
+    size::Int64
+    types::Ptr{Cint}
+    buffers::Ptr{Ptr{Buffer}}
+end
+
+struct Scalar
+    dtype::Cint
+    value::Ptr{Cvoid}
+end
+
+struct Attributes
+    struct_size::Csize_t
+    extension_start::Ptr{ExtensionBase}
+    size::Int64
+    types::Ptr{Cint}
+    names::Ptr{Ptr{Cvoid}}
+    attrs::Ptr{Ptr{Cvoid}}
+end
+
+struct CallFrame
+    struct_size::Csize_t
+    extension_start::Ptr{ExtensionBase}
+    api::Ptr{Api}
+    ctx::Ptr{Cvoid}
+    stage::Cint
+    args::Operands
+    rets::Operands
+    attrs::Attributes
+    future::Ptr{Cvoid}
+end
+
+field_pointer(p::Ptr{T}, name::Symbol) where {T} = _field_pointer(p, Val(name))
+
+@generated function _field_pointer(p::Ptr{T}, ::Val{name}) where {T, name}
+    i = findfirst(==(name), fieldnames(T))
+    return :(Ptr{$(fieldtype(T, i))}(p + $(fieldoffset(T, i))))
+end
+
+# XLA asks a new handler which version of the interface it was written for.
+function answer_metadata(frame::Ptr{CallFrame})
+    extension = unsafe_load(field_pointer(frame, :extension_start))
+    while extension != C_NULL
+        if unsafe_load(field_pointer(extension, :type)) == EXTENSION_METADATA
+            metadata = unsafe_load(field_pointer(
+                Ptr{MetadataExtension}(extension),
+                :metadata,
+            ))
+            version = field_pointer(metadata, :api_version)
+            unsafe_store!(field_pointer(version, :major_version), API_MAJOR)
+            unsafe_store!(field_pointer(version, :minor_version), API_MINOR)
+            unsafe_store!(field_pointer(metadata, :traits), UInt32(0))
+            return true
+        end
+        extension = unsafe_load(field_pointer(extension, :next))
+    end
+    return false
+end
+
+# XLA copies the message, and owns the error that this returns.
+function xla_error(frame::Ptr{CallFrame}, message::String)
+    api = unsafe_load(field_pointer(frame, :api))
+    create = unsafe_load(field_pointer(api, :error_create))
+    GC.@preserve message begin
+        args = Ref(ErrorCreateArgs(
+            fieldoffset(ErrorCreateArgs, 4) + sizeof(Cint),
+            C_NULL,
+            pointer(message),
+            ERROR_INTERNAL,
+        ))
+        return ccall(create, Ptr{Cvoid}, (Ref{ErrorCreateArgs},), args)
+    end
+end
+
+# The one attribute of a call is the number of its plan, an int64.
+function plan_number(frame::Ptr{CallFrame})
+    attributes = field_pointer(frame, :attrs)
+    values = unsafe_load(field_pointer(attributes, :attrs))
+    scalar = Ptr{Scalar}(unsafe_load(values))
+    return unsafe_load(Ptr{Int64}(unsafe_load(field_pointer(scalar, :value))))
+end

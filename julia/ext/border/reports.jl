@@ -1,0 +1,68 @@
+# What a user reads of a Julia exception: Julia's message, the function's name, the lines of their
+# own code. The hundred frames of Julia's, the AD's and the border's own are left out.
+
+const REPORT_START = "JuliaError in "
+const REPORT_END = "\n(end of JuliaError)"
+const LONGEST_MESSAGE = 2000
+const MOST_LINES = 6
+
+# Source name => lines, of the code strings that Python gave.
+const SOURCES = Dict{Symbol, Vector{String}}()
+
+function report(name::AbstractString, e, backtrace)
+    io = IOBuffer()
+    print(io, REPORT_START, name, ": ", message_of(e))
+    for line in user_lines(backtrace)
+        print(io, "\n  at ", line)
+    end
+    print(io, REPORT_END)
+    return String(take!(io))
+end
+
+message_of(e::LoadError) = message_of(e.error)
+message_of(e::TaskFailedException) = message_of(first(current_exceptions(e.task)).exception)
+message_of(e::CompositeException) = message_of(first(e.exceptions))
+
+function message_of(e)
+    text = try
+        sprint(showerror, e; context = :limit => true)
+    catch
+        string(typeof(e))
+    end
+    text = length(text) > LONGEST_MESSAGE ? first(text, LONGEST_MESSAGE) * "..." : text
+    return rstrip(text)
+end
+
+function user_lines(backtrace)
+    lines = String[]
+    for frame in stacktrace(backtrace)
+        length(lines) == MOST_LINES && break
+        frame.from_c && continue
+        source = get(SOURCES, frame.file, nothing)
+        line = if source !== nothing
+            text = get(source, frame.line, "")
+            "line $(frame.line) of $(frame.file): $(strip(text))"
+        elseif is_users(String(frame.file))
+            "$(frame.file):$(frame.line), in $(frame.func)"
+        else
+            continue
+        end
+        isempty(lines) || last(lines) != line || continue
+        push!(lines, line)
+    end
+    return lines
+end
+
+const HERE = dirname(dirname(@__DIR__))
+
+function is_users(file::String)
+    isabspath(file) || return false # Base's own frames carry relative names
+    startswith(file, HERE) && return false
+    startswith(file, Sys.STDLIB) && return false
+    any(depot -> startswith(file, joinpath(depot, "packages")), DEPOT_PATH) && return false
+    return !startswith(file, dirname(Sys.BINDIR))
+end
+
+parse_report(error) = let text = message_of(error), where = match(r":(\d+):(\d+)", text)
+    where === nothing ? text : "line $(where[1]), column $(where[2]): $text"
+end
