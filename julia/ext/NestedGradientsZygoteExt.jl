@@ -8,7 +8,7 @@ using Zygote: Zygote
 function NestedGradients.reversepass(::AutoZygote, h::H, s0, z::Tuple) where {H}
     y, back = Zygote.pullback(h, z...)
     cotangents = back(NestedGradients.seed(s0, y))
-    return cotangents === nothing ? map(_ -> nothing, z) : cotangents
+    return y, cotangents === nothing ? map(_ -> nothing, z) : cotangents
 end
 
 Zygote.accum(x::DualArray, y::DualArray) = x .+ y

@@ -8,7 +8,15 @@ _REPORT = re.compile(r"JuliaError in (.*?): (.*?)\n?\(end of JuliaError\)", re.D
 
 
 class JuliaNotFoundError(RuntimeError):
-    """No usable Julia: the message names what was looked for, where, and what to do."""
+    """No usable Julia: the message names what was looked for, where, and what to do.
+
+    Attributes:
+      tried: one line a rule that found none.
+    """
+
+    def __init__(self, message, tried=()):
+        super().__init__(message)
+        self.tried = list(tried)
 
 
 class JuliaError(JaxRuntimeError):

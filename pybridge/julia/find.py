@@ -67,25 +67,31 @@ def find() -> Found:
             continue
         exe, project, name = choice
         version, lib, bindir = probe(exe)
-        if tuple(map(int, version.split("-")[0].split(".")[:2])) < OLDEST:
+        if older(version):
             raise JuliaNotFoundError(
                 f"Julia {version} at {exe} (by {name}) is too old: pybridge needs Julia "
                 f"{OLDEST[0]}.{OLDEST[1]} or newer.\n{_CHOICES}"
             )
         return Found(exe, project, name, version, lib, bindir)
     tried = "\n".join(f"  - {reason}" for reason in missed)
-    raise JuliaNotFoundError(f"no Julia for the Julia engine. Looked at:\n{tried}\n{_CHOICES}")
-
-
-def _option(name):
-    # juliacall's own order: the command line's -X before the environment.
-    return sys._xoptions.get(f"juliacall-{name}") or os.environ.get(
-        f"PYTHON_JULIACALL_{name.upper()}"
+    raise JuliaNotFoundError(
+        f"no Julia for the Julia engine. Looked at:\n{tried}\n{_CHOICES}", missed
     )
 
 
+def older(version: str) -> bool:
+    """Whether a version such as "1.9.4" or "1.12.0-rc1" is older than what pybridge needs."""
+    return tuple(map(int, version.split("-")[0].split(".")[:2])) < OLDEST
+
+
+def option(name: str) -> str | None:
+    """An option of juliacall's, in its own order: the command line's -X before the environment."""
+    variable = f"PYTHON_JULIACALL_{name.upper().replace('-', '_')}"
+    return sys._xoptions.get(f"juliacall-{name}") or os.environ.get(variable)
+
+
 def _from_environment():
-    exe, project = _option("exe"), _option("project")
+    exe, project = option("exe"), option("project")
     if not exe and not project:
         return "PYTHON_JULIACALL_EXE and PYTHON_JULIACALL_PROJECT: not set"
     if not (exe and project):

@@ -1,3 +1,4 @@
+# fatou-ignore-file discouraged-function: memory of XLA and of Python is reached through pointers, and every one is loaded, stored or wrapped within the call that it was given to.
 # The pointers that XLA and Python call. An exception never leaves one of them: it would end the
 # process. `answer` and `run` take the place of juliacall's calls, which hold Python's lock while
 # Julia works, and so could wait for each other for ever when several threads are about.

@@ -1,3 +1,4 @@
+# fatou-ignore-file discouraged-function: memory of XLA and of Python is reached through pointers, and every one is loaded, stored or wrapped within the call that it was given to.
 # The call frame of XLA's typed FFI: the structs of jaxlib's include/xla/ffi/api/c_api.h, field by
 # field. Julia lays isbits structs out as C does, so no offset is written down here; the tests
 # compare `fieldoffset` with what a C compiler makes of the header.

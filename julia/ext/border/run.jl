@@ -1,3 +1,4 @@
+# fatou-ignore-file discouraged-function: memory of XLA and of Python is reached through pointers, and every one is loaded, stored or wrapped within the call that it was given to.
 # A plan on pointers. Inputs are copied into arrays of Julia's own: a function that keeps or changes
 # its argument then touches no memory of XLA's. Results are written into XLA's buffers.
 

@@ -1,3 +1,4 @@
+# fatou-ignore-file discouraged-function: memory of XLA and of Python is reached through pointers, and every one is loaded, stored or wrapped within the call that it was given to.
 # Structures of arrays that go over as values, outside compiled programs: a model's first
 # parameters, what a closure captured. Julia keeps them until Python has copied them.
 
