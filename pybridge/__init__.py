@@ -39,7 +39,7 @@ _HOME = {
 _MODULE = {name: module for module, names in _HOME.items() for name in names}
 _SUBMODULES = ("closures", "crosscheck", "engines", "harvest", "jets", "loops", "nested", "windows")
 
-__all__ = sorted(_MODULE)  # noqa: PLE0605
+__all__ = sorted(_MODULE)
 
 
 def __getattr__(name):

@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pybridge.engines import as_julia
+
 # Captures that are code or text, never values to differentiate.
 _STATIC = (
     str,
@@ -80,8 +82,6 @@ def unwrap(f, *, numbers=False, globals=False):
     >>> jax.grad(skeleton, argnums=-1)(jnp.ones(2), ps)
     {'w': Array([1., 1.], dtype=float32)}
     """
-    from pybridge.engines import as_julia
-
     if not callable(f):
         raise TypeError(f"f must be callable; it is {f!r} of type {type(f).__name__}.")
     julia = as_julia(f)
@@ -119,7 +119,7 @@ class _Unwrapping:
         self.open = set()  # ids of values whose parts are being taken: a cycle ends here
 
     def take(self, value, path) -> _Part:
-        if isinstance(value, _STATIC) or getattr(type(value), "captures_nothing", False):
+        if isinstance(value, _STATIC) or as_julia(value) is not None:
             return self._static(value)
         if isinstance(value, (jax.Array, np.ndarray, np.generic)):
             return self._array(value, path)

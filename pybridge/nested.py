@@ -150,14 +150,14 @@ def laplacian(loss, x, ps=None, *, engine=None):
     >>> laplacian(lambda x: jnp.sum(x**4), jnp.array([1.0, 2.0]))     # 12 + 48
     Array(60., dtype=float32)
     """
-    name, loss = resolve(loss, engine)
+    engine, loss = resolve(loss, engine)
     args = _arguments(x, ps)
     _check_differentiable(x, "x")
     basis, count = _basis(x)
-    if name == "julia":
-        _check_scalar(jets.result_struct(loss.engine, loss, args), loss)
+    if engine is not None:
+        _check_scalar(jets.result_struct(engine, loss, args), loss)
         directions = (basis, *(None for _ in args[1:]))
-        return jets.summed_second_derivative(loss.engine, loss, args, directions, count)
+        return jets.summed_second_derivative(engine, loss, args, directions, count)
     loss = _scalar(loss)
     gradient = jax.grad(lambda x: loss(x, *args[1:]))
 
@@ -183,8 +183,8 @@ def custom_vjp(f):
     Raises:
       TypeError: ``f`` is a Python callable.
     """
-    name, f = resolve(f, None, "f")
-    if name != "julia":
+    engine, f = resolve(f, None, "f")
+    if engine is None:
         raise TypeError(
             "custom_vjp hands a Julia function to JAX; f is a Python callable, which JAX "
             "differentiates by itself. Use it as it is, or jax.custom_vjp for a rule of your own."
@@ -199,7 +199,7 @@ def custom_vjp(f):
     def backward(args, cotangent):
         covector = [None if jets.is_zero(leaf) else leaf for leaf in jax.tree.leaves(cotangent)]
         leaves, tree = jax.tree.flatten(args)
-        out = jets.cotangent(f.engine, f, args, covector)
+        out = jets.cotangent(engine, f, args, covector)
         return jax.tree.unflatten(tree, _with_float0(leaves, out))
 
     primal.__name__ = f.__name__
@@ -213,18 +213,18 @@ def custom_vjp(f):
 
 def _value_and_grad(loss, x, ps, engine, argnums, has_aux, value):
     """``(value or (value, aux), grad)``; the value is None where neither it nor aux is asked for."""
-    name, loss = resolve(loss, engine)
+    engine, loss = resolve(loss, engine)
     args = _arguments(x, ps)
     wanted = _wanted(argnums, len(args))
     for i, what in enumerate(("x", "ps")[: len(args)]):
         if i in wanted:
             _check_differentiable(args[i], what, integers=what == "ps")
-    if name == "jax":
+    if engine is None:
         loss = _scalar(loss, has_aux)
         transform = jax.value_and_grad if value or has_aux else jax.grad
         out = transform(loss, argnums, has_aux=has_aux, allow_int=True)(*args)
         return out if value or has_aux else (None, out)
-    struct = jets.result_struct(loss.engine, loss, args)
+    struct = jets.result_struct(engine, loss, args)
     if has_aux:
         if not (isinstance(struct, tuple) and len(struct) == 2):
             raise TypeError(
@@ -237,7 +237,7 @@ def _value_and_grad(loss, x, ps, engine, argnums, has_aux, value):
     covector = [None] * len(jax.tree.leaves(struct))
     covector[0] = jnp.ones((), jax.tree.leaves(struct)[0].dtype)
     out = jets.cotangent(
-        loss.engine, loss, args, covector, wanted=[i in wanted for i in range(len(args))]
+        engine, loss, args, covector, wanted=[i in wanted for i in range(len(args))]
     )
     leaves, tree = jax.tree.flatten(args)
     grads = jax.tree.unflatten(tree, _with_float0(leaves, out))
@@ -248,18 +248,18 @@ def _value_and_grad(loss, x, ps, engine, argnums, has_aux, value):
 
 
 def _mixed(loss, x, v, ps, engine, parameters):
-    name, loss = resolve(loss, engine)
+    engine, loss = resolve(loss, engine)
     args = _arguments(x, ps)
     _check_differentiable(x, "x")
     v = _check_direction(x, v)
     leaves, tree = jax.tree.flatten(args)
-    if name == "julia":
-        struct = jets.result_struct(loss.engine, loss, args)
+    if engine is not None:
+        struct = jets.result_struct(engine, loss, args)
         _check_scalar(struct, loss)
         covector = [jnp.ones((), struct.dtype)]
         directions = [(v, *(None for _ in args[1:]))]
         wanted = [True, parameters][: len(args)]
-        out = jets.cotangent(loss.engine, loss, args, covector, directions, wanted)
+        out = jets.cotangent(engine, loss, args, covector, directions, wanted)
     else:
         loss = _scalar(loss)
         count = len(leaves) if parameters else len(jax.tree.leaves(x))

@@ -1,10 +1,12 @@
 """Who evaluates a function and its derivatives: JAX itself (the embedded default) or Julia."""
 
+import functools
+
 ENGINES = ("jax", "julia")
 
 
 def resolve(f, engine=None, argument="loss"):
-    """``f`` as the engine that evaluates it wants it: ``(name of the engine, callable)``.
+    """Who evaluates ``f``: ``(engine, callable)``, with None for JAX itself, which needs no engine.
 
     A Python callable belongs to JAX; a ``JuliaFunction`` or a callable Julia object (one that came
     from juliacall) to Julia. ``engine`` may insist, never convert.
@@ -20,7 +22,7 @@ def resolve(f, engine=None, argument="loss"):
                 f"{argument} is the Julia function {julia.__name__!r} and engine='jax' was asked for, "
                 "but JAX cannot evaluate Julia code. Leave engine out, or write the function in JAX."
             )
-        return "julia", julia
+        return _julia_engine(), julia
     if not callable(f):
         raise TypeError(
             f"{argument} must be callable, a Python function or a Julia one; it is {f!r} of type "
@@ -33,11 +35,29 @@ def resolve(f, engine=None, argument="loss"):
             "differentiate Python code. Write it in Julia and pass pybridge.julia_function(code), or "
             "leave engine out: JAX evaluates it, Julia functions called inside it included."
         )
-    return "jax", f
+    return None, f
+
+
+def _julia_engine():
+    from pybridge.engines.julia import engine
+
+    return engine
 
 
 def as_julia(f):
     """``f`` as a ``JuliaFunction``, or None where it has nothing to do with Julia."""
-    from pybridge.engines import julia
+    from pybridge.engines.julia import JuliaFunction
 
-    return julia.as_julia_function(f)
+    if isinstance(f, JuliaFunction):
+        return f
+    if type(f).__module__.partition(".")[0] == "juliacall" and callable(f):
+        return _of_julia_object(f)
+    return None
+
+
+@functools.lru_cache(maxsize=128)
+def _of_julia_object(f):
+    # One JuliaFunction an object, so that using it again traces nothing again.
+    from pybridge.engines.julia import julia_function
+
+    return julia_function(f)

@@ -1,0 +1,87 @@
+"""All checks of the repository: lint of both languages, the Python tests, the Julia tests.
+
+``make test`` runs this. What needs Julia runs where a fit Julia is found; one line at the end says
+what ran live and what from recorded values. ``--only lint|python|julia`` runs one part.
+"""
+
+import argparse
+import os
+import pathlib
+import subprocess
+import sys
+import sysconfig
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+BIN = pathlib.Path(sysconfig.get_path("scripts"))
+
+
+def lint():
+    julia = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "julia").rglob("*.jl"))
+    commands = [
+        [BIN / "ruff", "check", "."],
+        [BIN / "ruff", "format", "--check", "."],
+        [BIN / "fatou", "lint", *julia],
+        [BIN / "fatou", "format", "--check", *julia],
+    ]
+    return [step(command) for command in commands]
+
+
+def python(arguments):
+    # A process a core, each with its own Julia if there is one; files stay whole.
+    workers = str(min(4, os.cpu_count() or 1))
+    return [step([sys.executable, "-m", "pytest", "-n", workers, "--dist", "loadfile", *arguments])]
+
+
+def julia(found):
+    if found is None:
+        return []
+    command = [found.exe, f"--project={found.project}", "--threads=2", "julia/test/runtests.jl"]
+    return [step(command)]
+
+
+def find():
+    """The Julia that pybridge would use, or None and why not."""
+    from pybridge.julia import find
+    from pybridge.julia.errors import JuliaNotFoundError
+
+    try:
+        return find.find(), ""
+    except JuliaNotFoundError as error:
+        return None, str(error).splitlines()[0]
+
+
+def step(command):
+    command = [str(part) for part in command]
+    shown = " ".join(command[:5]) + (" ..." if len(command) > 5 else "")
+    print(f"\n== {shown}", flush=True)
+    return shown, subprocess.run(command, cwd=ROOT).returncode
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=["lint", "python", "julia"])
+    only, arguments = parser.parse_known_args()
+    only = only.only
+    found, why = find()
+    steps = []
+    if only in (None, "lint"):
+        steps += lint()
+    if only in (None, "julia"):
+        steps += julia(found)
+    if only in (None, "python"):
+        steps += python(arguments)
+    failed = [shown for shown, code in steps if code]
+    if found is not None:
+        print(
+            f"\nJulia {found.version} ({found.rule}): the Julia suites and the Julia engine ran live."
+        )
+    else:
+        print(f"\nNo Julia ({why}): the Julia side was checked from recorded values only.")
+    for shown in failed:
+        print(f"failed: {shown}")
+    print(f"checks: {len(steps) - len(failed)} passed, {len(failed)} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

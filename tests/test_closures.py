@@ -1,0 +1,188 @@
+"""unwrap: what a Python callable captured, taken out and put in again."""
+
+import collections
+import dataclasses
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pybridge import nested_grad, unwrap
+
+W = np.arange(1.0, 4.0, dtype=np.float32)
+x = jnp.array([0.5, -1.0, 2.0])
+
+
+def check(f, want_ps, *args):
+    """The skeleton with its captures is f, and with other captures it is f with those."""
+    args = args or (x,)
+    skeleton, ps = unwrap(f)
+    assert jax.tree.structure(ps) == jax.tree.structure(want_ps)
+    jax.tree.map(np.testing.assert_array_equal, ps, want_ps)
+    np.testing.assert_allclose(skeleton(*args, ps), f(*args), rtol=1e-6)
+    return skeleton, ps
+
+
+def linear(w):
+    return lambda x: jnp.sum(w * x)
+
+
+def test_closure_cells():
+    skeleton, ps = check(linear(W), {"w": W})
+    np.testing.assert_allclose(jax.grad(skeleton, -1)(x, ps)["w"], x)
+    np.testing.assert_allclose(skeleton(x, {"w": 2 * W}), 2 * linear(W)(x))
+
+
+def test_nested_closures_and_defaults():
+    def outer(w, scale):
+        inner = lambda x: w * x
+
+        def f(x, shift=jnp.ones(3), *, gain=W):  # noqa: B008  a default is a capture
+            return jnp.sum(inner(x) * scale + shift * gain)
+
+        return f
+
+    check(outer(W, 2.0), {"inner": {"w": W}, "shift": np.ones(3), "gain": W})
+
+
+def test_numbers_stay_unless_asked_for():
+    f = (lambda n, s: lambda x: jnp.sum(x) * s**n)(2, 3.0)
+    assert unwrap(f)[1] == {}
+    skeleton, ps = unwrap(f, numbers=True)
+    assert set(ps) == {"s"}
+    np.testing.assert_allclose(jax.grad(skeleton, -1)(x, ps)["s"], 2 * 3.0 * jnp.sum(x))
+
+
+def test_integers_booleans_keys_and_text_stay():
+    def build(labels, flag, mode, key, w):
+        return lambda x: jnp.sum(x[labels] * w) * flag + len(mode) * jax.random.normal(key)
+
+    check(build(np.array([0, 1, 1]), True, "mode", jax.random.key(0), W), {"w": W})
+
+
+def test_partial_with_arguments_and_keywords():
+    f = functools.partial(lambda a, b, x, c: jnp.sum(a * b["q"] * x + c), W, {"q": W + 1}, c=W - 1)
+    check(f, {"args": (W, {"q": W + 1}), "keywords": {"c": W - 1}})
+
+
+@dataclasses.dataclass
+class Model:
+    w: object
+    layers: int
+    activation: object
+
+    def __call__(self, x):
+        return jnp.sum(self.activation(self.w * x))
+
+    def loss(self, x):
+        return self(x) * self.layers
+
+
+def test_callable_dataclass_bound_method_and_its_jit():
+    model = Model(W, 2, jnp.tanh)
+    check(model, {"w": W})
+    check(model.loss, {"w": W})
+    check(jax.jit(model.loss), {"w": W})
+
+
+def test_object_with_slots():
+    class Slotted:
+        __slots__ = ("w",)
+
+        def __init__(self, w):
+            self.w = w
+
+        def __call__(self, x):
+            return jnp.sum(self.w * x)
+
+    check(Slotted(W), {"w": W})
+
+
+def test_pytree_module():
+    mlp = eqx.nn.MLP(3, "scalar", 4, 1, key=jax.random.key(0))
+    skeleton, ps = unwrap(lambda x: mlp(x))
+    assert [jnp.shape(leaf) for leaf in jax.tree.leaves(ps)] == [(4,), (4, 3), (1,), (1, 4)]
+    np.testing.assert_allclose(skeleton(x, ps), mlp(x), rtol=1e-6)
+    gradient = jax.tree.leaves(jax.grad(skeleton, -1)(x, ps))
+    want = jax.tree.leaves(eqx.filter_grad(lambda m: m(x))(mlp))
+    assert sorted(g.size for g in gradient) == sorted(g.size for g in want)
+    np.testing.assert_allclose(
+        sum(jnp.sum(g**2) for g in gradient), sum(jnp.sum(g**2) for g in want), rtol=1e-5
+    )
+
+
+def test_the_same_array_twice_is_two_leaves_and_both_count():
+    w = jnp.asarray(W)
+    f = (lambda a, b: lambda x: jnp.sum(a * x + b * x**2))(w, w)
+    skeleton, ps = unwrap(f)
+    assert set(ps) == {"a", "b"}
+    gradient = jax.grad(skeleton, -1)(x, ps)
+    np.testing.assert_allclose(gradient["a"], x)
+    np.testing.assert_allclose(gradient["b"], x**2)
+
+
+def test_a_function_that_calls_itself():
+    def power(w):
+        def f(x, n=3):
+            return x if n == 0 else w * f(x, n - 1)
+
+        return f
+
+    skeleton, ps = unwrap(power(jnp.array(2.0)))
+    np.testing.assert_allclose(skeleton(1.0, ps), 8.0)
+    np.testing.assert_allclose(jax.grad(skeleton, -1)(1.0, ps)["w"], 12.0)
+
+
+def test_globals_only_when_asked_for():
+    f = lambda x: jnp.sum(W * x)
+    assert unwrap(f)[1] == {}
+    skeleton, ps = unwrap(f, globals=True)
+    assert set(ps) == {"W"}
+    np.testing.assert_allclose(skeleton(x, {"W": 2 * W}), 2 * f(x))
+    np.testing.assert_allclose(W, [1, 2, 3])
+
+
+def test_tracers_are_captures_and_nested_grad_of_a_closure_differentiates_them():
+    def penalty(w):
+        skeleton, ps = unwrap(lambda x: jnp.sum(w * x**2))
+        return jnp.sum(nested_grad(skeleton, x, ps) ** 2)
+
+    direct = lambda w: jnp.sum(nested_grad(lambda x: jnp.sum(w * x**2), x) ** 2)
+    w = jnp.asarray(W)
+    np.testing.assert_allclose(jax.grad(penalty)(w), 8 * w * x**2, rtol=1e-6)
+    np.testing.assert_allclose(jax.grad(direct)(w), 8 * w * x**2, rtol=1e-6)
+
+
+def test_the_original_is_left_as_it_was():
+    model = Model(jnp.asarray(W), 2, jnp.tanh)
+    skeleton, ps = unwrap(model)
+    jax.grad(skeleton, -1)(x, ps)
+    np.testing.assert_array_equal(model.w, W)
+
+
+@pytest.mark.parametrize(
+    ("capture", "message"),
+    [
+        (lambda: collections.deque([W]), r"f\.held is of type deque.*shape \(3,\)"),
+        (lambda: {"a": {W.tobytes(): iter([W])}}, r"f\.held\['a'\].*list_iterator"),
+        (lambda: np.array([W, None], dtype=object), r"f\.held.*dtype object"),
+        (lambda: jax.custom_vjp(linear(W)), r"f\.held is a custom_vjp whose"),
+    ],
+)
+def test_a_capture_that_cannot_be_taken_apart_is_an_error(capture, message):
+    f = (lambda held: lambda x: held)(capture())
+    with pytest.raises(TypeError, match=message):
+        unwrap(f)
+
+
+def test_bad_calls():
+    with pytest.raises(TypeError, match="f must be callable"):
+        unwrap(3)
+    skeleton, _ = unwrap(linear(W))
+    with pytest.raises(ValueError, match="captures are"):
+        skeleton(x, {"v": W})
+    with pytest.raises(TypeError, match="last argument"):
+        skeleton()
