@@ -51,10 +51,7 @@ def test_unknown_words_are_named(args):
     assert args[-1] in done.stderr
 
 
-def test_importing_pybridge_starts_no_julia_and_costs_little():
-    code = (
-        "import sys, time; import jax; t = time.perf_counter(); import pybridge; "
-        "assert 'juliacall' not in sys.modules; print(time.perf_counter() - t)"
-    )
+def test_importing_pybridge_starts_no_julia():
+    code = "import pybridge, sys; dir(pybridge); print('juliacall' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert float(done.stdout) < 0.2  # jax itself takes 0.5 to 1 s
+    assert done.stdout.strip() == "False"
