@@ -1,0 +1,140 @@
+"""Loops under vmap, whose lanes may stop at different times.
+
+The step is mapped and what is shared stays shared, so the cotangent of shared weights comes out of
+the reverse loop as one sum. If lanes stop at different times the joint loop runs until the last of
+them does, and a lane that has stopped must neither change nor be evaluated on a stale value: a body
+that is NaN or Inf past its stop would poison the sums through 0 * NaN. So such a lane is handed
+inputs on which the step is known to be good, and its outputs are dropped. Both are plain selects
+inside the step, which differentiation then sees like any other operation.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+
+from pybridge._loops import steps
+from pybridge._loops.steps import split
+
+
+def batch(bind, axis, operands, dims, *, cond, step, bound, reverse, checkpoints, counts):
+    """The batching rule; ``bind`` binds the loop."""
+    n_control, n_consts, n_carry = counts
+    batched = [d is not None for d in dims]
+    b_control, b_consts, b_carry, b_xs = split(batched, *counts)
+    stop_differs = b_control[0] if cond is None else False
+    if cond is not None:
+        # cond sees the carry as it will be, so first find what the carry becomes.
+        b_carry = _fixed_point(step, b_consts, b_carry, b_xs)
+        (stop_differs,) = steps.depends(cond, b_control + b_carry)
+    if stop_differs:
+        b_carry = [True] * n_carry
+    else:
+        b_carry = _fixed_point(step, b_consts, b_carry, b_xs)
+    b_ys = steps.depends(step, b_consts + b_carry + b_xs)[n_carry:]
+    b_ys = [y or stop_differs for y in b_ys]
+
+    # Lanes come first on control, consts and carry; on xs and ys the rows do.
+    wanted = [b_control, b_consts, b_carry, b_xs]
+    place = [0] * (n_control + n_consts + n_carry) + [1] * len(b_xs)
+    arrive = lambda x, d, want, to: _lanes_at(x, d, to, axis.size) if want else x
+    flat = [w for group in wanted for w in group]
+    control, consts, carry, xs = split(
+        [arrive(x, d, w, to) for x, d, w, to in zip(operands, dims, flat, place)], *counts
+    )
+    b_in = tuple(b_consts + b_carry + b_xs)
+    many = steps.mapped(step, axis, b_in, tuple(b_carry + b_ys))
+    shared = dict(bound=bound, reverse=reverse, checkpoints=checkpoints)
+    y_dims = [1 if b else None for b in b_ys]
+    carry_dims = [0 if b else None for b in b_carry]
+
+    if not stop_differs:
+        many_cond = cond and steps.mapped(cond, axis, tuple(b_control + b_carry), (False,))
+        outs = bind(control, consts, carry, xs, cond=many_cond, step=many, **shared)
+        return outs, [None] * int(cond is not None) + carry_dims + y_dims
+    if cond is None:
+        outs = _given_lengths(bind, control[0], consts, carry, xs, many, b_consts, b_xs, **shared)
+        return outs, carry_dims + y_dims
+    many_cond = steps.mapped(cond, axis, tuple(b_control + b_carry), (True,))
+    outs = _found_lengths(bind, control, consts, carry, many_cond, many, b_consts, **shared)
+    return outs, [0, *carry_dims, *y_dims]
+
+
+def _fixed_point(step, b_consts, b_carry, b_xs):
+    while True:
+        out = steps.depends(step, b_consts + b_carry + b_xs)
+        after = [a or b for a, b in zip(b_carry, out)]
+        if after == b_carry:
+            return b_carry
+        b_carry = after
+
+
+def _lanes_at(x, dim, to, size):
+    if dim is None:
+        x = jnp.broadcast_to(x, (size, *x.shape))
+        dim = 0
+    return jnp.moveaxis(x, dim, to)
+
+
+def _where(mask, a, b):
+    return lax.select(
+        jnp.broadcast_to(mask.reshape(mask.shape + (1,) * (a.ndim - 1)), a.shape), a, b
+    )
+
+
+def _borrow(mask, x, lane):
+    """``x`` with the value of ``lane`` in every lane whose flag is not set."""
+    other = lax.dynamic_index_in_dim(x, lane, keepdims=True)
+    return _where(mask, x, jnp.broadcast_to(other, x.shape))
+
+
+def _found_lengths(bind, control, consts, carry, cond, step, b_consts, **shared):
+    """Lanes with a predicate each. A stopped lane is handed its own start, on which its step was
+    evaluated for its first step; one that never starts borrows consts and start of one that does.
+    """
+    alive = jaxpr_as_fun(cond)(*control, *carry)[0]
+    lane = jnp.argmax(alive)
+    consts = [_borrow(alive, c, lane) if b else c for c, b in zip(consts, b_consts)]
+    safe = [lax.stop_gradient(_borrow(alive, x, lane)) for x in carry]
+    taken = jnp.zeros(alive.shape, jnp.int32)
+    n = len(control), len(consts), len(carry)
+
+    def masked(*args):
+        control, consts, safe, (alive, taken), carry = split(args, n[0], n[1], n[2], 2)
+        inside = [_where(alive, x, s) for x, s in zip(carry, safe)]
+        after, y = split(jaxpr_as_fun(step)(*consts, *inside), n[2])
+        after = [_where(alive, a, x) for a, x in zip(after, carry)]
+        (more,) = jaxpr_as_fun(cond)(*control, *after)
+        return [alive & more, taken + alive.astype(jnp.int32), *after, *y]
+
+    operands = [*control, *consts, *safe], [alive, taken, *carry]
+    avals = [[jax.typeof(x) for x in group] for group in operands]
+    masked = steps.trace(masked, avals[0] + avals[1])
+    any_alive = steps.trace(lambda alive, *_: jnp.any(alive), avals[1])
+    _, _, taken, *outs = bind([], *operands, [], cond=any_alive, step=masked, **shared)
+    return [taken, *outs]
+
+
+def _given_lengths(bind, lengths, consts, carry, xs, step, b_consts, b_xs, **shared):
+    """Lanes with a length each. A lane outside its rows is handed consts, carry and row of one that
+    is inside, so that the three belong together."""
+    reverse = shared["reverse"]
+    total = jnp.max(lengths)
+    n = len(consts), len(carry)
+
+    def masked(*args):
+        (lengths, total), consts, (i,), carry, x = split(args, 2, n[0], 1, n[1])
+        inside = (total - 1 - i if reverse else i) < lengths
+        lane = jnp.argmax(inside)
+        consts = [_borrow(inside, c, lane) if b else c for c, b in zip(consts, b_consts)]
+        held = [_borrow(inside, v, lane) for v in carry]
+        x = [_borrow(inside, v, lane) if b else v for v, b in zip(x, b_xs)]
+        after, y = split(jaxpr_as_fun(step)(*consts, *held, *x), n[1])
+        return [i + jnp.int32(1), *(_where(inside, a, v) for a, v in zip(after, carry)), *y]
+
+    operands = [lengths, total, *consts], [jnp.int32(0), *carry]
+    avals = [jax.typeof(x) for group in operands for x in group]
+    rows = step.in_avals[n[0] + n[1] :]
+    masked = steps.trace(masked, [*avals, *rows])
+    _, *outs = bind([total], *operands, xs, cond=None, step=masked, **shared)
+    return outs

@@ -1,0 +1,362 @@
+"""The loop as one primitive, a scan of dynamic length, and the rules that close it.
+
+Operands: control, consts, carry, xs. The step is a jaxpr ``(consts, carry, x) -> (carry, y)``; row
+i of ``xs`` is the x of step i, row i of the results ``ys`` is its y, and both have ``bound`` rows.
+The length is found or given:
+
+- with ``cond``, a jaxpr ``(control, carry) -> bool``, the loop runs while it holds and at most
+  ``bound`` times; the control operands are cond's constants, and the first result is the length;
+- without, the control operand is the length.
+
+``reverse`` runs the steps from the last row to the first. Every derivative of a loop is again such
+a loop: the tangent is the loop on dual carries; its linear part, given what the forward pass saved
+as ys, is a loop of given length over those as xs; the transpose of that runs the rows backwards.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import (
+    Primitive,
+    Var,
+    gensym,
+    jaxpr_as_fun,
+    new_jaxpr_eqn,
+    primitives,
+    set_current_trace,
+)
+from jax.interpreters import ad, batching, mlir
+from jax.interpreters import partial_eval as pe
+
+from pybridge._loops import lanes, saving, steps
+from pybridge._loops.steps import invert, merge, select, split
+
+loop_p = Primitive("bounded_loop")
+loop_p.multiple_results = True
+
+
+def bind(control, consts, carry, xs, *, cond, step, bound, reverse, checkpoints):
+    """Bind the primitive; the counts of its operands follow from the lists."""
+    return loop_p.bind(
+        *control,
+        *consts,
+        *carry,
+        *xs,
+        cond=cond,
+        step=step,
+        bound=bound,
+        reverse=reverse,
+        checkpoints=checkpoints,
+        counts=(len(control), len(consts), len(carry)),
+    )
+
+
+def parts(operands, counts):
+    """control, consts, carry, xs."""
+    return split(operands, *counts)
+
+
+# ---- shapes ----
+
+
+def _abstract(*avals, cond, step, bound, counts, **_):
+    _, _, carry, _ = parts(avals, counts)
+    strong = lambda a: a.update(weak_type=False)
+    row = lambda a: jax.core.ShapedArray((bound, *a.shape), a.dtype)
+    ys = step.out_avals[len(carry) :]
+    length = [jax.core.ShapedArray((), jnp.int32)] if cond is not None else []
+    effects = step.effects | (cond.effects if cond is not None else frozenset())
+    return [*length, *map(strong, carry), *map(row, ys)], effects
+
+
+loop_p.def_effectful_abstract_eval(_abstract)
+
+
+# ---- evaluation ----
+
+
+def _run(*operands, cond, step, bound, reverse, counts, **_):
+    control, consts, carry, xs = parts(operands, counts)
+    dtypes = [jax.typeof(x).dtype for x in carry]
+    settle = lambda outs: [lax.convert_element_type(o, d) for o, d in zip(outs, dtypes)]
+    buffers = [jnp.zeros((bound, *a.shape), a.dtype) for a in step.out_avals[len(carry) :]]
+
+    def going(state):
+        i, carry, _ = state
+        if cond is None:
+            return i < control[0]
+        (more,) = jaxpr_as_fun(cond)(*control, *carry)
+        return more if bound is None else more & (i < bound)
+
+    def advance(state):
+        i, carry, buffers = state
+        at = control[0] - 1 - i if reverse else i
+        x = [lax.dynamic_index_in_dim(a, at, keepdims=False) for a in xs]
+        carry, y = split(jaxpr_as_fun(step)(*consts, *carry, *x), len(carry))
+        buffers = [lax.dynamic_update_index_in_dim(b, v, at, 0) for b, v in zip(buffers, y)]
+        return i + jnp.int32(1), settle(carry), buffers
+
+    n, carry, ys = lax.while_loop(going, advance, (jnp.int32(0), settle(carry), buffers))
+    return [*([n] if cond is not None else []), *carry, *ys]
+
+
+mlir.register_lowering(loop_p, mlir.lower_fun(_run, multiple_results=True))
+
+
+@steps.remember
+def _compiled(params):
+    return jax.jit(lambda *operands: loop_p.bind(*operands, **dict(params)))
+
+
+loop_p.def_impl(lambda *operands, **params: _compiled(tuple(sorted(params.items())))(*operands))
+
+
+# ---- forward mode: the loop on dual carries ----
+
+
+def _moves(t):
+    return type(t) is not ad.Zero and jax.typeof(t).dtype != jax.dtypes.float0
+
+
+def _jvp(primals, tangents, *, cond, step, bound, reverse, checkpoints, counts):
+    control, consts, carry, xs = parts(primals, counts)
+    dots = parts([t if _moves(t) else None for t in tangents], counts)
+    moving = [[t is not None for t in group] for group in dots]
+    _, m_consts, m_carry, m_xs = moving
+    while True:
+        out = steps.active_outputs(step, tuple(m_consts + m_carry + m_xs))
+        m_next = [a or b for a, b in zip(m_carry, out)]
+        if m_next == m_carry:
+            break
+        m_carry = m_next
+    m_ys = out[len(carry) :]
+    dual = _dual_step(step, tuple(m_consts), tuple(m_carry), tuple(m_xs), tuple(m_ys))
+    start = [
+        ad.instantiate_zeros(ad.Zero(jax.typeof(x).to_tangent_aval())) if t is None else t
+        for x, t, m in zip(carry, dots[2], m_carry)
+        if m
+    ]
+    outs = bind(
+        control,
+        consts + select(m_consts, dots[1]),
+        carry + start,
+        xs + select(m_xs, dots[3]),
+        cond=cond and _ignore(cond, counts[0], tuple(m_carry)),
+        step=dual,
+        bound=bound,
+        reverse=reverse,
+        checkpoints=checkpoints,
+    )
+    length, carry_out, carry_dots, ys, ys_dots = split(
+        outs, int(cond is not None), len(carry), sum(m_carry), len(m_ys)
+    )
+    primal_out = [*length, *carry_out, *ys]
+    still = [False] * len(length)
+    dots_out = iter(carry_dots + ys_dots)
+    tangent_out = [
+        next(dots_out) if m else ad.Zero(jax.typeof(p).to_tangent_aval())
+        for p, m in zip(primal_out, still + m_carry + m_ys)
+    ]
+    return primal_out, tangent_out
+
+
+ad.primitive_jvps[loop_p] = _jvp
+
+
+@steps.remember
+def _dual_step(step, m_consts, m_carry, m_xs, m_ys):
+    """The tangent of the step with its operands sorted as (consts, carry, x) again."""
+    n = len(m_consts), len(m_carry), len(m_xs)
+    dual = steps.tangent(step, m_consts + m_carry + m_xs, m_carry + m_ys)
+
+    def sorted_step(*args):
+        c, dc, s, ds, x, dx = split(args, n[0], sum(m_consts), n[1], sum(m_carry), n[2])
+        outs = jaxpr_as_fun(dual)(*c, *s, *x, *dc, *ds, *dx)
+        s, y, ds, dy = split(outs, n[1], len(m_ys), sum(m_carry))
+        return [*s, *ds, *y, *dy]
+
+    c, s, x, dc, ds, dx = split(dual.in_avals, *n, sum(m_consts), sum(m_carry))
+    return steps.trace(sorted_step, [*c, *dc, *s, *ds, *x, *dx])
+
+
+@steps.remember
+def _ignore(cond, n_control, m_carry):
+    """cond on a dual carry: it looks at the primal part alone."""
+    extra = [a.to_tangent_aval() for a in select(m_carry, cond.in_avals[n_control:])]
+    n = len(cond.in_avals)
+    return steps.trace(lambda *args: jaxpr_as_fun(cond)(*args[:n]), [*cond.in_avals, *extra])
+
+
+# ---- linearisation: run what is known, saving; leave a loop of known length ----
+
+
+def _partial_eval(trace, *tracers, **params):
+    unknown = [not t.is_known() for t in tracers]
+    plan = saving.plan(bind, unknown, **params)
+    if plan is None:
+        return trace.default_process_primitive(loop_p, tracers, params)
+    operands = [t if u else t.pval.get_known() for t, u in zip(tracers, unknown)]
+    outs, handed = plan.run_known(select(invert(unknown), operands))
+    with set_current_trace(trace):
+        rest = plan.run_unknown(handed, select(unknown, operands))
+    return merge(plan.out_unknown, rest, outs)
+
+
+pe.custom_partial_eval_rules[loop_p] = _partial_eval
+
+
+def _partial_eval_jaxpr(saveable, unknown, instantiated, eqn):
+    """The same for an equation: under checkpoint and shard_map."""
+    del saveable
+    new = [v for v, i in zip(eqn.invars, instantiated) if not i and isinstance(v, Var)]
+    plan = saving.plan(bind, unknown, **eqn.params)
+    if plan is None:
+        return None, eqn, [True] * len(eqn.outvars), [True] * len(eqn.outvars), new
+    known_in, unknown_in = select(invert(unknown), eqn.invars), select(unknown, eqn.invars)
+    found = {}
+
+    def first(*operands):
+        outs, handed = plan.run_known(list(operands))
+        found["residuals"] = list(map(jax.typeof, handed))
+        return [*outs, *handed]
+
+    first = steps.trace(first, [v.aval for v in known_in])
+    n = len(found["residuals"])
+    second = steps.trace(
+        lambda *args: plan.run_unknown(list(args[:n]), list(args[n:])),
+        [*found["residuals"], *(v.aval for v in unknown_in)],
+    )
+    new_var = gensym()
+    residuals = [new_var(a) for a in found["residuals"]]
+    known_out = select(invert(plan.out_unknown), eqn.outvars)
+    call = lambda ins, outs, body: new_jaxpr_eqn(
+        ins, outs, primitives.closed_call_p, dict(call_jaxpr=body), body.effects, eqn.source_info
+    )
+    return (
+        call(known_in, known_out + residuals, first),
+        call(residuals + unknown_in, select(plan.out_unknown, eqn.outvars), second),
+        list(plan.out_unknown),
+        list(plan.out_unknown),
+        new + residuals,
+    )
+
+
+pe.partial_eval_jaxpr_custom_rules[loop_p] = _partial_eval_jaxpr
+
+
+# ---- reverse mode: the transpose of a linear loop runs its rows backwards ----
+
+
+def _transpose(cts, *operands, cond, step, bound, reverse, checkpoints, counts):
+    if cond is not None:
+        raise ValueError(
+            "reverse-mode differentiation of a loop with max_steps=None: the reverse pass needs a "
+            "bound on what it saves. Give max_steps an integer, or use forward mode (jax.jvp, "
+            "jax.jacfwd)."
+        )
+    control, consts, carry, xs = parts(operands, counts)
+    linear = ad.is_undefined_primal
+    lin_consts, lin_xs = list(map(linear, consts)), list(map(linear, xs))
+    ct_carry, ct_ys = split(cts, len(carry))
+    dense = lambda ct, aval: ad.instantiate_zeros(ct) if type(ct) is ad.Zero else ct
+    zeros = lambda a: jnp.zeros(a.shape, a.dtype)
+    live_ys = [type(ct) is not ad.Zero for ct in ct_ys]
+    back = _transposed_step(step, tuple(lin_consts), len(carry), tuple(lin_xs), tuple(live_ys))
+    sums = [zeros(c.aval) for c in select(lin_consts, consts)]
+    outs = bind(
+        control,
+        select(invert(lin_consts), consts),
+        sums + [dense(ct, None) for ct in ct_carry],
+        select(invert(lin_xs), xs) + select(live_ys, ct_ys),
+        cond=None,
+        step=back,
+        bound=bound,
+        reverse=not reverse,
+        checkpoints=checkpoints,
+    )
+    d_consts, d_carry, d_xs = split(outs, len(sums), len(carry))
+    d_consts, d_xs = iter(d_consts), iter(d_xs)
+    return [
+        *(None for _ in control),
+        *(next(d_consts) if m else None for m in lin_consts),
+        *(d if linear(x) else None for x, d in zip(carry, d_carry)),
+        *(next(d_xs) if m else None for m in lin_xs),
+    ]
+
+
+ad.primitive_transposes[loop_p] = _transpose
+
+
+@steps.remember
+def _transposed_step(step, lin_consts, n_carry, lin_xs, live_ys):
+    """One reverse step: known consts; sums of the consts' cotangents and the carry's; known rows
+    and the ys' cotangents; cotangents of the linear rows as ys."""
+    avals_c, avals_s, avals_x = split(step.in_avals, len(lin_consts), n_carry)
+    lin_c, lin_x = select(lin_consts, avals_c), select(lin_xs, avals_x)
+    known_c, known_x = select(invert(lin_consts), avals_c), select(invert(lin_xs), avals_x)
+    out_y = select(live_ys, step.out_avals[n_carry:])
+
+    def back(*args):
+        c, sums, ct_s, x, ct_y = split(args, len(known_c), len(lin_c), n_carry, len(known_x))
+
+        def forward(dc, s, dx):
+            outs = jaxpr_as_fun(step)(*merge(lin_consts, dc, c), *s, *merge(lin_xs, dx, x))
+            s, y = split(outs, n_carry)
+            return s, select(live_ys, y)
+
+        spec = lambda avals: [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+        pull = jax.linear_transpose(forward, spec(lin_c), spec(avals_s), spec(lin_x))
+        d_c, d_s, d_x = pull((ct_s, ct_y))
+        return [*map(jax.lax.add, sums, d_c), *d_s, *d_x]
+
+    return steps.trace(back, [*known_c, *lin_c, *avals_s, *known_x, *out_y])
+
+
+# ---- vmap: map the step, mask the lanes that have stopped ----
+
+
+def _batch(axis, operands, dims, **params):
+    return lanes.batch(bind, axis, operands, dims, **params)
+
+
+batching.fancy_primitive_batchers[loop_p] = _batch
+
+
+# ---- dead code: a loop that computes only what is wanted ----
+
+
+def _dce(used, eqn):
+    if not any(used) and not eqn.effects:
+        return [False] * len(eqn.invars), None
+    p = eqn.params
+    cond, step, counts = p["cond"], p["step"], p["counts"]
+    n_control, n_consts, n_carry = counts
+    head = int(cond is not None)
+    _, w_carry, w_ys = split(used, head, n_carry)
+    if cond is not None:
+        w_carry = [a or b for a, b in zip(w_carry, steps.needs(cond, [True])[n_control:])]
+    while True:
+        w_consts, w_in, w_xs = split(steps.needs(step, w_carry + w_ys), n_consts, n_carry)
+        w_next = [a or b for a, b in zip(w_carry, w_in)]
+        if w_next == w_carry:
+            break
+        w_carry = w_next
+    kept = [True] * n_control + w_consts + w_carry + w_xs
+    params = dict(
+        p,
+        step=steps.restrict(step, tuple(w_consts + w_carry + w_xs), tuple(w_carry + w_ys)),
+        cond=cond and steps.restrict(cond, (True,) * n_control + tuple(w_carry), (True,)),
+        counts=(n_control, sum(w_consts), sum(w_carry)),
+    )
+    wanted = [True] * head + w_carry + w_ys
+    # A carry that others need is computed though nobody asked for it: its variable stays unread.
+    outvars = select(wanted, eqn.outvars)
+    invars = select(kept, eqn.invars)
+    return kept, new_jaxpr_eqn(
+        invars, outvars, loop_p, params, eqn.effects, eqn.source_info, eqn.ctx
+    )
+
+
+pe.dce_rules[loop_p] = _dce

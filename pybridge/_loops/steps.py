@@ -1,0 +1,187 @@
+"""What the rules of the loop ask of a step: its tangent, its two halves, its map over lanes.
+
+A step is a closed jaxpr ``(consts, carry, x) -> (carry, y)``. Each question is answered by tracing
+it again with public transformations, and the answer is remembered.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import linear_util as lu
+from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
+from jax.interpreters import partial_eval as pe
+
+remember = functools.lru_cache(2048)
+
+
+def trace(fun, avals):
+    """The closed jaxpr of ``fun``, a function of flat arrays, at ``avals``."""
+    return jax.make_jaxpr(fun)(*avals)
+
+
+def split(xs, *sizes):
+    """``xs`` cut into lists of the given sizes, and one of what is left."""
+    out, at = [], 0
+    for n in sizes:
+        out.append(list(xs[at : at + n]))
+        at += n
+    return [*out, list(xs[at:])]
+
+
+def select(mask, xs):
+    """The elements of ``xs`` whose flag is set."""
+    return [x for x, m in zip(xs, mask, strict=True) if m]
+
+
+def merge(mask, yes, no):
+    """The list of which ``yes`` is the part with the flag set, ``no`` the rest."""
+    yes, no = iter(yes), iter(no)
+    return [next(yes) if m else next(no) for m in mask]
+
+
+def invert(mask):
+    return [not m for m in mask]
+
+
+def is_float(aval):
+    return jax.dtypes.issubdtype(aval.dtype, jnp.inexact)
+
+
+# ---- what depends on what ----
+
+
+@remember
+def dependencies(closed):
+    """For each output, flags of the inputs from which it is computed."""
+    n = len(closed.jaxpr.outvars)
+    used = lambda j: tuple(pe.dce_jaxpr(closed.jaxpr, [i == j for i in range(n)])[1])
+    return tuple(used(j) for j in range(n))
+
+
+def depends(closed, flags):
+    """Which outputs are computed from an input whose flag is set."""
+    return [any(f and u for f, u in zip(flags, used, strict=True)) for used in dependencies(closed)]
+
+
+def needs(closed, wanted):
+    """Which inputs the wanted outputs are computed from."""
+    return pe.dce_jaxpr(closed.jaxpr, list(wanted))[1]
+
+
+@remember
+def active_outputs(closed, flags):
+    """Which outputs may have a tangent that is not zero, given which inputs have one.
+
+    Tangents flow through floating-point values only: a counter or a predicate stops them.
+    """
+    active = {v for v, f in zip(closed.jaxpr.invars, flags, strict=True) if f}
+    for eqn in closed.jaxpr.eqns:
+        hit = tuple(isinstance(v, Var) and v in active for v in eqn.invars)
+        if any(hit):
+            jitted = eqn.primitive.name == "jit"
+            outs = active_outputs(eqn.params["jaxpr"], hit) if jitted else [True] * len(eqn.outvars)
+            active.update(v for v, f in zip(eqn.outvars, outs) if f and is_float(v.aval))
+    return [isinstance(v, Var) and v in active for v in closed.jaxpr.outvars]
+
+
+def forwarded(closed):
+    """For each output, the index of the input that it is, unchanged, or None."""
+    source = {v: i for i, v in enumerate(closed.jaxpr.invars)}
+    for eqn in closed.jaxpr.eqns:
+        if eqn.primitive.name == "jit":
+            for v, i in zip(eqn.outvars, forwarded(eqn.params["jaxpr"])):
+                if i is not None and isinstance(eqn.invars[i], Var) and eqn.invars[i] in source:
+                    source[v] = source[eqn.invars[i]]
+    return [source.get(v) if isinstance(v, Var) else None for v in closed.jaxpr.outvars]
+
+
+# ---- parts of a step ----
+
+
+@remember
+def restrict(closed, ins, outs):
+    """The step as a function of the flagged inputs alone, returning the flagged outputs alone.
+
+    The wanted outputs must not need the inputs that are dropped.
+    """
+    avals = closed.in_avals
+
+    def part(*kept):
+        dropped = [jnp.zeros(a.shape, a.dtype) for a in select(invert(ins), avals)]
+        return select(outs, jaxpr_as_fun(closed)(*merge(ins, kept, dropped)))
+
+    used = needs(closed, outs)
+    assert all(i for i, u in zip(ins, used) if u), "a wanted output needs a dropped input"
+    return trace(part, select(ins, avals))
+
+
+@remember
+def tangent(closed, active_in, active_out):
+    """``(inputs, tangents of the active inputs) -> (outputs, tangents of the active outputs)``."""
+
+    def dual(*args):
+        primals, tangents = split(args, len(closed.in_avals))
+        moving = lambda *moved: jaxpr_as_fun(closed)(
+            *merge(active_in, moved, select(invert(active_in), primals))
+        )
+        outs, dots = jax.jvp(moving, select(active_in, primals), tangents)
+        return [*outs, *select(active_out, dots)]
+
+    tangents = [a.to_tangent_aval() for a in select(active_in, closed.in_avals)]
+    return trace(dual, [*closed.in_avals, *tangents])
+
+
+class Halves(NamedTuple):
+    known: ClosedJaxpr  # known inputs -> known outputs, residuals
+    unknown: ClosedJaxpr  # residuals, unknown inputs -> unknown outputs
+    out_unknown: tuple
+
+
+@remember
+def halves(closed, unknown, keep_unknown):
+    """The step in two: what the known inputs determine, and the rest given residuals.
+
+    Outputs flagged in ``keep_unknown`` go to the second half whatever they depend on.
+    """
+    found = {}
+
+    def known(*ins):
+        ins = iter(ins)
+        pvals = [
+            pe.PartialVal.unknown(a) if u else pe.PartialVal.known(next(ins))
+            for a, u in zip(closed.in_avals, unknown, strict=True)
+        ]
+        rest, outs, residuals = pe.trace_to_jaxpr_nounits(
+            lu.wrap_init(jaxpr_as_fun(closed)), pvals, instantiate=list(keep_unknown)
+        )
+        found["rest"] = rest
+        found["out_unknown"] = tuple(not o.is_known() for o in outs)
+        found["residuals"] = [jax.typeof(r) for r in residuals]
+        return [*(o.get_known() for o in outs if o.is_known()), *residuals]
+
+    first = trace(known, select(invert(unknown), closed.in_avals))
+    rest, residuals = found["rest"], found["residuals"]
+    second = lambda *args: jaxpr_as_fun(ClosedJaxpr(rest, list(args[: len(residuals)])))(
+        *args[len(residuals) :]
+    )
+    avals = [*residuals, *select(unknown, closed.in_avals)]
+    return Halves(first, trace(second, avals), found["out_unknown"])
+
+
+@remember
+def mapped(closed, axis, batched_in, batched_out):
+    """The step over lanes: flagged inputs and outputs carry them on their first axis."""
+    flags = lambda mask: [0 if m else None for m in mask]
+    fun = jax.vmap(
+        lambda *args: jaxpr_as_fun(closed)(*args),
+        in_axes=flags(batched_in),
+        out_axes=flags(batched_out),
+        axis_size=axis.size,
+        axis_name=axis.name,
+        spmd_axis_name=axis.spmd_name,
+    )
+    grow = lambda a: jax.ShapeDtypeStruct((axis.size, *a.shape), a.dtype)
+    avals = [grow(a) if m else a for a, m in zip(closed.in_avals, batched_in, strict=True)]
+    return trace(lambda *args: fun(*args), avals)
