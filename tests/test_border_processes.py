@@ -1,0 +1,240 @@
+"""What may hang or crash a process: threads, signals, forks, exits, order of imports."""
+
+import textwrap
+
+import pytest
+from julia_fixture import run_python
+
+START = """
+import jax, jax.numpy as jnp, numpy as np, pybridge
+from pybridge import julia_function
+f = jax.jit(julia_function("x -> (y = [sum(x .+ i) for i in 1:50]; sum(y) / 50)",
+            result=jax.ShapeDtypeStruct((), "float32")))
+"""
+
+
+def script(body, **options):
+    return run_python(START + textwrap.dedent(body), **options)
+
+
+def test_threads_that_allocate_while_everybody_collects(julia_there):
+    # Four threads through jit, pure_callback and juliacall, collections from both sides.
+    done = script("""
+        import threading, time
+        from pybridge.julia.runtime import lock, runtime
+        jl = runtime().juliacall.Main
+        g = jl.seval("x -> sum([x + i for i in 1:100])")
+        x = jnp.arange(1000.0)
+        right = float(f(x))
+        host = jax.jit(lambda x: jax.pure_callback(
+            lambda y: np.float32(np.asarray(y).sum()), jax.ShapeDtypeStruct((), "f"), x))
+        until, bad, count = time.time() + 6, [], [0]
+        def work(n):
+            while time.time() < until:
+                if n % 4 == 3:
+                    with lock: y = g(1.0)
+                    if y != 5150.0: bad.append(y)
+                elif n % 4 == 2 and float(host(x[:10])) != 45: bad.append("host")
+                if float(f(x)) != right: bad.append(n)
+                count[0] += 1
+        def loop(n):
+            try: work(n)
+            except BaseException as e: bad.append(repr(e))
+        threads = [threading.Thread(target=loop, args=(n,)) for n in range(4)]
+        for t in threads: t.start()
+        while time.time() < until:
+            runtime().ask("GC.gc()")
+            with lock: jl.GC.gc(False)
+            time.sleep(0.05)
+        for t in threads: t.join(60)
+        assert not any(t.is_alive() for t in threads), "hangs"
+        assert not bad, bad[:3]
+        print("calls", count[0])
+    """)
+    assert int(done.stdout.split()[-1]) > 100
+
+
+def test_keyboard_interrupt_comes_back_and_the_session_goes_on(julia_there):
+    script("""
+        import signal, threading, os
+        slow = jax.jit(julia_function("x -> (t = time(); while time() < t + 1; end; x)",
+                       result=jax.ShapeDtypeStruct((), "f")))
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        slow(1.0).block_until_ready()
+        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        try:
+            for _ in range(5): slow(1.0).block_until_ready()
+            raise SystemExit("not interrupted")
+        except KeyboardInterrupt:
+            print("interrupted")
+        assert slow(2.0) == 2
+        assert f(jnp.ones(3)) > 0
+    """)
+
+
+def test_handlers_of_python_stay(julia_there):
+    script("""
+        import signal, os
+        got = []
+        for s in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM):
+            signal.signal(s, lambda n, _: got.append(n))
+        f(jnp.ones(3)).block_until_ready()
+        for s in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM):
+            os.kill(os.getpid(), s)
+        import time; time.sleep(0.2)
+        assert sorted(got) == sorted(map(int, (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1,
+                                               signal.SIGALRM))), got
+    """)
+
+
+@pytest.mark.parametrize("when", ["before", "after", "off again", "by the interpreter"])
+def test_faulthandler_takes_no_safepoint_away(julia_there, when):
+    code = """
+        import faulthandler, threading
+        {before}
+        f(jnp.ones(3)).block_until_ready()
+        {after}
+        from pybridge.julia.runtime import runtime
+        def work():
+            for _ in range(300): f(jnp.ones(100)).block_until_ready()
+        ts = [threading.Thread(target=work) for _ in range(3)]
+        for t in ts: t.start()
+        for _ in range(30): runtime().ask("GC.gc()")
+        for t in ts: t.join()
+    """
+    before = "faulthandler.enable()" if when == "before" else ""
+    after = {"after": "faulthandler.enable()", "off again": "faulthandler.disable()"}.get(when, "")
+    if when == "off again":
+        before = "faulthandler.enable()"
+    env = {"PYTHONFAULTHANDLER": "1"} if when == "by the interpreter" else {}
+    script(code.format(before=before, after=after), env=env)
+
+
+def test_a_forked_child_gets_an_error_and_a_spawned_one_works(julia_there, tmp_path):
+    program = tmp_path / "child.py"
+    program.write_text(
+        START
+        + textwrap.dedent("""
+        import multiprocessing, os, sys
+        def child(queue):
+            try: queue.put(("value", float(f(jnp.ones(3)))))
+            except Exception as e: queue.put((type(e).__name__, str(e)))
+        def fresh(queue):
+            try: queue.put(("value", julia_function("x -> x + 1").id))
+            except Exception as e: queue.put((type(e).__name__, str(e)))
+        if __name__ == "__main__":
+            f(jnp.ones(3)).block_until_ready()
+            for how, target in (("fork", fresh), ("spawn", child)):
+                context = multiprocessing.get_context(how)
+                queue = context.Queue()
+                p = context.Process(target=target, args=(queue,))
+                p.start()
+                print(how, queue.get(timeout=60))
+                p.join(60)
+                assert p.exitcode == 0, p.exitcode
+            f(jnp.ones(3)).block_until_ready()
+    """)
+    )
+    done = run_python(f"import runpy; runpy.run_path({str(program)!r}, run_name='__main__')")
+    fork, spawn = done.stdout.strip().splitlines()
+    assert "RuntimeError" in fork
+    assert "fork" in fork
+    assert "spawn" in fork
+    assert spawn.startswith("spawn ('value', ")
+
+
+def test_a_forked_child_that_calls_a_compiled_program(julia_there):
+    script("""
+        import os, sys, warnings
+        warnings.simplefilter("ignore")
+        f(jnp.ones(3)).block_until_ready()
+        pid = os.fork()
+        if pid == 0:
+            try: f(jnp.ones(3)).block_until_ready()
+            except Exception as e: os._exit(7 if "forked" in str(e) else 8)
+            os._exit(9)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        pid = os.fork()
+        if pid == 0: sys.exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    """)
+
+
+def test_exit_with_pending_work_is_clean(julia_there):
+    done = script("""
+        slow = jax.jit(julia_function("x -> (t = time(); while time() < t + 0.5; end; sum(x))",
+                       result=jax.ShapeDtypeStruct((), "f")))
+        x = jnp.ones(100_000)
+        slow(x).block_until_ready()
+        pending = [slow(x) for _ in range(3)]
+        slow(x)
+    """)
+    assert done.stderr == ""
+
+
+def test_signals_off_allow_one_thread_and_refuse_more(julia_there):
+    done = script(
+        """
+        import threading
+        slow = jax.jit(julia_function("x -> (t = time(); while time() < t + 0.5; end; x)",
+                       result=jax.ShapeDtypeStruct((), "f")))
+        assert slow(3.0) == 3
+        said = []
+        def work():
+            try: slow(1.0).block_until_ready()
+            except pybridge.JuliaError as e: said.append(str(e))
+        ts = [threading.Thread(target=work) for _ in range(3)]
+        for t in ts: t.start()
+        for t in ts: t.join()
+        assert said and all("PYTHON_JULIACALL_HANDLE_SIGNALS" in s for s in said), said
+        print("refused", len(said))
+        assert slow(4.0) == 4
+        """,
+        env={"PYTHON_JULIACALL_HANDLE_SIGNALS": "no"},
+    )
+    assert "refused" in done.stdout
+
+
+def test_started_on_a_thread_that_ends(julia_there):
+    script("""
+        import threading
+        from pybridge.julia.runtime import runtime
+        t = threading.Thread(target=lambda: f(jnp.ones(3)).block_until_ready())
+        t.start(); t.join()
+        for _ in range(50):
+            f(jnp.ones(1000)).block_until_ready()
+            runtime().ask("GC.gc()")
+    """)
+
+
+def test_four_devices_each_call_with_their_own_part(julia_there):
+    script(
+        """
+        from jax.sharding import PartitionSpec as P
+        mesh = jax.make_mesh((4,), ("i",))
+        g = julia_function("(x, w) -> sum(abs2, x .* w) .+ 0 .* x")
+        local = lambda x, w: g(x, w)
+        h = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P("i"), P()), out_specs=P("i")))
+        x, w = jnp.arange(8.0), jnp.float32(2)
+        right = np.repeat((2 * np.arange(8.0).reshape(4, 2)) ** 2 @ np.ones(2), 2)
+        np.testing.assert_allclose(h(x, w), right)
+        text = h.lower(x, w).compile().as_text()
+        assert "all-gather" not in text and "f32[2]" in text
+        total = lambda w: jnp.sum(h(x, w))
+        np.testing.assert_allclose(jax.grad(total)(w), 2 * 2 * 2 * np.sum(np.arange(8.0) ** 2))
+        """,
+        env={"XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
+    )
+
+
+def test_import_pybridge_starts_no_julia():
+    run_python("import sys, pybridge; assert 'juliacall' not in sys.modules")
+
+
+def test_pybridge_before_jax(julia_there):
+    run_python(
+        "from pybridge import julia_function\n"
+        "from pybridge.julia.runtime import runtime\n"
+        "import jax\n"
+        "assert jax.jit(julia_function('x -> 2x'))(2.0) == 4\n"
+    )
