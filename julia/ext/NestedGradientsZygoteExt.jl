@@ -2,8 +2,10 @@
 module NestedGradientsZygoteExt
 
 using ADTypes: AutoZygote
-using NestedGradients: NestedGradients, DualArray
-using Zygote: Zygote
+using Base.Broadcast: AbstractArrayStyle, broadcasted
+using ForwardDiff: Dual
+using NestedGradients: NestedGradients, DualArray, DualStyle, Level, context, dual
+using Zygote: Zygote, @adjoint
 
 function NestedGradients.reversepass(::AutoZygote, h::H, s0, z::Tuple) where {H}
     y, back = Zygote.pullback(h, z...)
@@ -14,6 +16,74 @@ end
 Zygote.accum(x::DualArray, y::DualArray) = x .+ y
 Zygote.accum(x::DualArray, y::AbstractArray) = x .+ y
 Zygote.accum(x::AbstractArray, y::DualArray) = x .+ y
+
+# ---- broadcasts ----
+#
+# Zygote broadcasts a function without captures over untagged dual numbers, one array of them for all
+# arguments. Over our arrays we do it in one pass an argument, with a tag of our own that lies outside
+# theirs: the passes keep two streams apart as all our loops do, and cannot be mistaken for others.
+
+"`f` with its argument `I` made a dual number of partial 1."
+struct Seeded{I, G, F}
+    f::F
+end
+Seeded{I, G}(f::F) where {I, G, F} = Seeded{I, G, F}(f)
+@inline function (s::Seeded{I, G})(args::Vararg{Any, N}) where {I, G, N}
+    return s.f(ntuple(j -> j == I ? dual(G, args[j], one(args[j])) : args[j], Val(N))...)
+end
+
+varies(::Type{T}) where {T} = T <: Union{AbstractFloat, Dual}
+varies(x::Number) = varies(typeof(x))
+varies(x::AbstractArray{T}) where {T} = varies(T)
+varies(x::Ref{T}) where {T} = varies(T)
+varies(x) = false
+
+direct(
+    x::Union{Real, AbstractArray{<:Real}, Ref{<:Real}, Type, Val, Symbol, Function},
+) = true
+direct(x) = false
+
+@adjoint function broadcasted(style::DualStyle, f::F, args...) where {F}
+    T = Broadcast.combine_eltypes(f, args)
+    T === Bool && return f.(args...), _ -> nothing
+    if !(T <: Real && isconcretetype(T) && Base.issingletontype(F) && all(direct, args))
+        y, back = invoke(
+            Zygote._pullback,
+            Tuple{
+                typeof(__context__),
+                typeof(broadcasted),
+                AbstractArrayStyle,
+                F,
+                Vararg{Any},
+            },
+            __context__,
+            broadcasted,
+            style,
+            f,
+            args...,
+        )
+        return y, Base.tail ∘ back
+    end
+    G = Level{1, context(args)}
+    passes = ntuple(
+        i -> varies(args[i]) ? Seeded{i, G}(f).(args...) : nothing,
+        Val(length(args)),
+    )
+    slopes = map(pass -> NestedGradients.takepartials(G, pass), passes)
+    first_pass = findfirst(!isnothing, slopes)
+    y = first_pass === nothing ?
+        f.(args...) :
+        NestedGradients.parts(G, passes[first_pass])[1]
+    function broadcasted_pullback(Δ)
+        cotangents = map(
+            (x, slope) -> slope === nothing ? nothing : Zygote.unbroadcast(x, Δ .* slope),
+            args,
+            slopes,
+        )
+        return (nothing, nothing, cotangents...)
+    end
+    return y, broadcasted_pullback
+end
 
 # ---- captured values that are mutable: Zygote's own mutable gradients ----
 

@@ -18,6 +18,7 @@ using ChainRulesCore:
     Tangent,
     ZeroTangent,
     unthunk
+using DifferentiationInterface: DifferentiationInterface as DI
 using ForwardDiff: ForwardDiff, Dual, Partials
 using LinearAlgebra:
     LinearAlgebra,
@@ -40,9 +41,28 @@ include("skeletons.jl")
 include("closures.jl")
 include("forms.jl")
 include("rules.jl")
+include("backend.jl")
+include("nested.jl")
+include("operators/gradient.jl")
+include("operators/derivative.jl")
+include("operators/pushforward.jl")
+include("operators/pullback.jl")
+include("operators/jacobian.jl")
+include("operators/hvp.jl")
+include("operators/preparation.jl")
 include("sow.jl")
 
-export Slot, Unit, form, unwrap, sow, collect_sown
+export AutoNested,
+    Slot,
+    Unit,
+    batched_jacobian,
+    collect_sown,
+    form,
+    mixed_vjp,
+    nested_gradient,
+    sow,
+    unwrap,
+    value_and_nested_gradient
 
 # Windows, pooling and bounded loops: each engineer's include lines go here.
 

@@ -49,8 +49,14 @@ function form(
     end
     z = liftall(Val(1), C, args, directions)
     O == 0 && return takeall(C, h(z...), directions)
-    cotangents = select(reversepass(backend, h, slots[1], z), wanted)
-    return project(args, takeall(C, cotangents, directions))
+    _, cotangents = reversepass(backend, h, slots[1], z)
+    return project(args, takeall(C, select(cotangents, wanted), directions))
+end
+
+"`h(args...)` and the gradient of this number in the wanted arguments, from one reverse pass."
+function value_and_cotangents(backend, h::H, args::Tuple, wanted) where {H}
+    y, cotangents = reversepass(backend, h, Unit(), args)
+    return y, project(args, select(cotangents, wanted))
 end
 
 """
@@ -68,9 +74,9 @@ seed(::Unit, y) = throw(ArgumentError(
 seed(s0, y) = s0
 
 """
-    reversepass(backend, h, s0, z::Tuple) -> Tuple
+    reversepass(backend, h, s0, z::Tuple) -> (h(z...), cotangents)
 
-The cotangents of all of `z` for the covector `s0` of `h(z...)`, from one reverse pass.
+The value, and the cotangents of all of `z` for the covector `s0` of it, from one reverse pass.
 """
 function reversepass end
 

@@ -36,6 +36,36 @@ function ChainRulesCore.rrule(
     return y, form_pullback
 end
 
+# The value and the gradient together: the value's own cotangent scales the gradient.
+function ChainRulesCore.rrule(
+    cfg::RuleConfig{>:HasReverseMode},
+    ::typeof(value_and_cotangents),
+    backend,
+    h,
+    args::Tuple,
+    wanted,
+)
+    result = value_and_cotangents(backend, h, args, wanted)
+    function value_and_cotangents_pullback(Δ)
+        dy, c = nests(plain(Δ), (nothing, nothing))
+        H, z, s = opened(h, args, (Unit(), nothing))
+        s = Base.setindex(s, inslot(c, Val(1), h !== H), 2)
+        dz = added(
+            form(backend, H, z, (s..., nothing), Val(2)),
+            dy === nothing ?
+                map(_ -> nothing, z) :
+                form(backend, H, z, (dy, nothing), Val(1)),
+        )
+        dh = h === H ? NoTangent() : tangent(cfg, h, last(dz))
+        return NoTangent(),
+            NoTangent(),
+            dh,
+            tangent(cfg, args, h === H ? dz : Base.front(dz)),
+            NoTangent()
+    end
+    return result, value_and_cotangents_pullback
+end
+
 function ChainRulesCore.frule(
     (_, _, Δh, Δargs, Δslots, _),
     ::typeof(form),

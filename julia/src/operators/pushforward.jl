@@ -1,0 +1,28 @@
+# pushforward: one evaluation on dual numbers a direction.
+
+function DI.pushforward(
+    f::F,
+    backend::AutoNested,
+    x,
+    tx::NTuple,
+    contexts::Vararg{DI.Context, C},
+) where {F, C}
+    return last(DI.value_and_pushforward(f, backend, x, tx, contexts...))
+end
+function DI.value_and_pushforward(
+    f::F,
+    backend::AutoNested,
+    x,
+    tx::NTuple,
+    contexts::Vararg{DI.Context, C},
+) where {F, C}
+    pairs = map(t -> value_and_directional(f, backend, x, t, contexts), tx)
+    return first(first(pairs)), map(last, pairs)
+end
+
+function value_and_directional(f::F, backend, x, t, contexts) where {F}
+    args = arguments(x, contexts)
+    y = f(args...)
+    dy = form(inner(backend), f, args, (nothing, alone(t, args)), Val(0))
+    return y, dense(dy, y)
+end

@@ -1,0 +1,71 @@
+# What holds for the package as such. The checks of Aqua, ExplicitImports and JET run where these
+# packages are; the others need none.
+
+using NestedGradients: NestedGradients
+using ComponentArrays: ComponentArrays
+using Lux: Lux
+using NNlib: NNlib
+using Test
+using Zygote: Zygote
+
+available(name) = Base.find_package(name) !== nothing
+
+const EXTENSIONS = map(
+    name -> Base.get_extension(NestedGradients, name),
+    (
+        :NestedGradientsZygoteExt,
+        :NestedGradientsNNlibExt,
+        :NestedGradientsLuxExt,
+        :NestedGradientsComponentArraysExt,
+    ),
+)
+
+@testset "the extensions are loaded" begin
+    @test all(!isnothing, EXTENSIONS)
+end
+
+@testset "no ambiguities" begin
+    ours(m) = m.module === NestedGradients || m.module in EXTENSIONS
+    ambiguities = Test.detect_ambiguities(NestedGradients, EXTENSIONS..., Base)
+    @test isempty(filter(((a, b),) -> ours(a) || ours(b), ambiguities))
+end
+
+@testset "every exported name has a docstring" begin
+    documented = keys(Base.Docs.meta(NestedGradients))
+    for name in names(NestedGradients)
+        @test Base.Docs.Binding(NestedGradients, name) in documented
+    end
+end
+
+if available("Aqua")
+    using Aqua: Aqua
+    @testset "Aqua" begin
+        Aqua.test_all(
+            NestedGradients;
+            ambiguities = false,
+            persistent_tasks = false,
+            piracies = (; treat_as_own = []),
+        )
+    end
+else
+    @info "Aqua is not in the environment"
+end
+
+if available("ExplicitImports")
+    using ExplicitImports: check_no_implicit_imports, check_no_stale_explicit_imports
+    @testset "ExplicitImports" begin
+        @test check_no_implicit_imports(NestedGradients) === nothing
+        @test check_no_stale_explicit_imports(NestedGradients) === nothing
+    end
+else
+    @info "ExplicitImports is not in the environment"
+end
+
+if available("JET")
+    using JET: JET
+    @testset "JET" begin
+        JET.test_package(NestedGradients; target_defined_modules = true)
+    end
+else
+    @info "JET is not in the environment"
+end

@@ -1,0 +1,136 @@
+# Lux's layers under dual numbers: the second-order pass in the point and the parameters, against
+# differences of the first-order pass, which is itself against differences of the layer.
+
+using ADTypes: AutoZygote
+using ComponentArrays: ComponentArray
+using LinearAlgebra: dot
+using Lux: Lux
+using Lux:
+    BatchNorm,
+    Bilinear,
+    Chain,
+    Conv,
+    ConvTranspose,
+    CrossCor,
+    Dense,
+    Embedding,
+    FlattenLayer,
+    GlobalMaxPool,
+    GlobalMeanPool,
+    GroupNorm,
+    GRUCell,
+    InstanceNorm,
+    LayerNorm,
+    LSTMCell,
+    MaxPool,
+    MeanPool,
+    MultiHeadAttention,
+    Recurrence,
+    RNNCell,
+    SkipConnection,
+    StatefulLuxLayer,
+    gelu,
+    relu,
+    sigmoid,
+    softplus,
+    swish,
+    elu,
+    leakyrelu,
+    selu
+using NestedGradients: AutoNested, NestedGradients, form, nested_gradient
+using NNlib: NNlib
+using Random: Xoshiro
+using Test
+using Zygote: Zygote
+
+const backend = AutoZygote()
+
+float64(x) = Lux.fmap(a -> a isa AbstractArray{<:AbstractFloat} ? Float64.(a) : a, x)
+wave(dims...; phase = 0.0) = reshape(sin.(1.7 .* (1:prod(dims)) .+ phase), dims)
+
+# name, layer, size of the input
+const LAYERS = [
+    [
+        ("Dense, $σ", Dense(2 => 3, σ), (2, 4))
+        for σ in (
+            identity,
+            tanh,
+            relu,
+            gelu,
+            sigmoid,
+            swish,
+            softplus,
+            elu,
+            leakyrelu,
+            selu,
+            x -> x^2,
+        )
+    ]
+    ("Dense without bias", Dense(2 => 3, tanh; use_bias = false), (2, 4))
+    ("Dense of one sample", Dense(2 => 3, tanh), (2,))
+    ("a chain", Chain(Dense(2 => 3, tanh), Dense(3 => 2, relu), Dense(2 => 1)), (2, 4))
+    ("SkipConnection", SkipConnection(Dense(2 => 2, tanh), +), (2, 3))
+    ("Bilinear", Bilinear((2, 2) => 2, tanh), (2, 3))
+    ("Conv", Conv((2, 2), 1 => 2, tanh), (4, 3, 1, 2))
+    (
+        "Conv with stride and padding",
+        Conv((3, 2), 2 => 2, relu; stride = 2, pad = 1),
+        (4, 3, 2, 1),
+    )
+    ("Conv in groups", Conv((2, 2), 2 => 4; groups = 2), (3, 3, 2, 1))
+    ("Conv of one dimension", Conv((3,), 1 => 2, gelu), (5, 1, 2))
+    ("CrossCor", Conv((2, 2), 1 => 1, tanh; cross_correlation = true), (3, 3, 1, 2))
+    ("ConvTranspose", ConvTranspose((2, 2), 2 => 1, tanh), (3, 2, 2, 1))
+    ("BatchNorm in test mode", BatchNorm(2, tanh), (2, 4))
+    ("BatchNorm of images", BatchNorm(2), (2, 2, 2, 2))
+    ("LayerNorm", LayerNorm((2,), tanh), (2, 4))
+    ("GroupNorm", GroupNorm(4, 2), (2, 4, 2))
+    ("InstanceNorm", InstanceNorm(2; affine = true), (3, 2, 2))
+    ("MaxPool", Chain(Conv((2, 2), 1 => 1, tanh), MaxPool((2, 2))), (5, 5, 1, 1))
+    ("MeanPool", Chain(Conv((2, 2), 1 => 1, tanh), MeanPool((2, 2))), (5, 5, 1, 1))
+    (
+        "GlobalMeanPool",
+        Chain(Conv((2, 2), 1 => 2, tanh), GlobalMeanPool(), FlattenLayer()),
+        (3, 3, 1, 2),
+    )
+    (
+        "GlobalMaxPool",
+        Chain(Conv((2, 2), 1 => 2, tanh), GlobalMaxPool(), FlattenLayer()),
+        (3, 3, 1, 2),
+    )
+    ("RNN", Recurrence(RNNCell(2 => 2)), (2, 3, 2))
+    ("GRU", Recurrence(GRUCell(2 => 2)), (2, 3, 2))
+    ("LSTM", Recurrence(LSTMCell(2 => 2)), (2, 3, 2))
+    ("attention", Chain(MultiHeadAttention(2; nheads = 2), first), (2, 3, 1))
+]
+
+function checked(loss, z, u)
+    first_order(z) = form(backend, loss, z, (1.0, nothing), Val(1))
+    @test agree(first_order(z), differences(z -> loss(z...), z); rtol = 1.0e-6)
+    pulled(z) = dot(flatten(without_nothing(first_order(z), z)), flatten(u))
+    second = form(backend, loss, z, (1.0, u, nothing), Val(2))
+    @test agree(second, differences(pulled, z); rtol = 1.0e-5, atol = 1.0e-7)
+    # only x moves: the usual pass
+    alone = form(backend, loss, z, (1.0, (u[1], nothing), nothing), Val(2))
+    pulled_alone(z) = dot(first_order(z)[1], u[1])
+    @test agree(alone, differences(pulled_alone, z); rtol = 1.0e-5, atol = 1.0e-7)
+end
+without_nothing(c, z) = c
+without_nothing(::Nothing, z) = z isa Union{Tuple, NamedTuple} ?
+    map(a -> without_nothing(nothing, a), z) :
+    z isa Union{AbstractFloat, AbstractArray{<:AbstractFloat}} ? zero(z) : z
+without_nothing(c::Tuple, z::Tuple) = map(without_nothing, c, z)
+without_nothing(c::NamedTuple, z::NamedTuple) = map(without_nothing, c, z)
+
+@testset "$name" for (name, layer, dims) in LAYERS
+    ps, st = Lux.setup(Xoshiro(1), layer)
+    ps, st = float64(ps), float64(Lux.testmode(st))
+    ps = refill(ps, flatten(ps) .+ 0.1 .* sin.(1:length(flatten(ps))))
+    x = wave(dims...)
+    function loss(x, ps)
+        y = first(layer(x, ps, st))
+        return sum(abs2, y) / 2 + sum(sin, y)
+    end
+    u = (wave(dims...; phase = 1.0), refill(ps, cos.(1:length(flatten(ps)))))
+    checked(loss, (x, ps), u)
+end
