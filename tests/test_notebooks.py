@@ -1,0 +1,48 @@
+"""The worked examples, executed; each ends in numbers, and here is why they are what they are."""
+
+import functools
+import importlib.util
+import pathlib
+
+import pytest
+
+for needed in ("jupytext", "nbclient", "ipykernel", "ase", "optax", "matplotlib"):
+    pytest.importorskip(needed, reason=f"pip install 'pybridge-julia[notebooks]' ({needed})")
+
+ROOT = pathlib.Path(__file__).parent.parent
+_spec = importlib.util.spec_from_file_location("execute", ROOT / "notebooks" / "execute.py")
+notebooks = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(notebooks)
+
+execute = functools.cache(notebooks.execute)
+
+
+def check_forces(numbers):
+    # A model that knows nothing (no force at all) has 1. The potential is a function of sums over
+    # neighbours' distances, as the model is, so little is left but the size of the data.
+    assert numbers["force_error"] < 0.08
+    # Never trained on: it follows from the forces alone, or the wrong thing was differentiated.
+    assert numbers["energy_error"] < 0.03
+    # Forces that are the gradient of the energy keep it up to the integrator's error, which for
+    # velocity Verlet is of second order: half the time step, a quarter of the fluctuation. A force
+    # that is not the gradient drifts, and no time step helps.
+    assert numbers["fluctuation_over_exchanged"] < 1e-3
+    for quotient in numbers["fluctuation_at_half_step"]:
+        assert 3.3 < quotient < 4.7
+
+
+def test_forces_from_energies():
+    check_forces(execute("forces").numbers)
+
+
+@pytest.mark.parametrize("name", notebooks.NAMES)
+def test_rendered_figures_are_there_and_small(name):
+    picture = ROOT / "docs" / "figures" / f"{name}.png"
+    data = picture.read_bytes()
+    assert data.startswith(b"\x89PNG")
+    assert len(data) < 100_000
+
+
+@pytest.mark.parametrize("name", notebooks.NAMES)
+def test_notebooks_are_text_without_output(name):
+    assert sorted(path.suffix for path in (ROOT / "notebooks").glob(f"{name}.*")) == [".py"]
