@@ -19,7 +19,7 @@ import nbformat
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 FIGURES = FOLDER.parent / "docs" / "figures"
-NAMES = ("forces",)
+NAMES = ("forces", "burgers")
 
 
 @dataclasses.dataclass(frozen=True)
