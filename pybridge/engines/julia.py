@@ -24,6 +24,7 @@ def julia_function(
     samples=(0,),
     axes="index",
     threads=False,
+    borrow=False,
 ):
     """A Julia function as a JAX function of pytrees.
 
@@ -49,6 +50,10 @@ def julia_function(
         dimensions reversed, which costs no transpose for arrays of rank 2 and more.
       threads: whether Julia may evaluate several samples of a vmap at once, on its own threads.
         The result does not depend on their number.
+      borrow: whether the plain value is computed on XLA's own memory, lent for the call: no copy
+        of an argument, and a broadcast of the result's shape is made in XLA's result. For
+        elementwise code on large arrays: a lent array is read-only, no BLAS call takes it, and
+        one that is kept is void after the call. Derivatives get copies as ever.
 
     Returns:
       A ``JuliaFunction``.
@@ -63,7 +68,7 @@ def julia_function(
     >>> f.__name__
     'julia_function_1'
     """
-    return JuliaFunction(code, using, name, result, batch, samples, axes, threads)
+    return JuliaFunction(code, using, name, result, batch, samples, axes, threads, borrow)
 
 
 class JuliaFunction:
@@ -86,6 +91,7 @@ class JuliaFunction:
         samples=(0,),
         axes="index",
         threads=False,
+        borrow=False,
         before=(),
         like=None,
     ):
@@ -100,6 +106,7 @@ class JuliaFunction:
         self.samples = (samples,) if isinstance(samples, int) else tuple(samples)
         self.axes = axes
         self.threads = threads
+        self.borrow = borrow
         self.before = tuple(before)
         self.like = like
         self.jet_functions = {}
@@ -166,6 +173,7 @@ class JuliaFunction:
             f"packages=String[{packages}]",
             f"before=[{before}]",
             f"threads={str(bool(self.threads)).lower()}",
+            f"borrow={str(bool(self.borrow)).lower()}",
         ]
         if self.batch is not None:
             carries = [n in self.samples for n in range(max(self.samples) + 1)]

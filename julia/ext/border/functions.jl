@@ -6,6 +6,7 @@ struct UserFunction
     batch::Any            # h on samples stacked in the last dimension, or nothing
     samples::Vector{Bool} # which arguments carry samples, for `batch`
     threads::Bool         # may several samples be evaluated at once?
+    borrow::Bool          # are arguments lent rather than copied?
 end
 
 const FUNCTIONS = Dict{Int, UserFunction}()
@@ -25,7 +26,7 @@ remove_function(id) = (lock(() -> delete!(FUNCTIONS, id), FUNCTIONS_LOCK); nothi
 
 """
     register(; name, code, packages=String[], before=[], batch=nothing, samples=Bool[],
-             threads=false) -> Int
+             threads=false, borrow=false) -> Int
 
 Evaluate `code`, whose last expression is the function, in a fresh module that uses `packages`.
 `before` holds what else is evaluated there, first: `(source name, code, name of the constant that is
@@ -39,6 +40,7 @@ function register(;
     batch = nothing,
     samples = Bool[],
     threads = false,
+    borrow = false,
 )
     space = Module(:PyBridgeUser)
     for package in packages
@@ -58,7 +60,7 @@ function register(;
     g = batch === nothing ?
         nothing :
         callable(evaluate(space, string(source, " (batch)"), batch))
-    return add_function(UserFunction(name, f, g, samples, threads))
+    return add_function(UserFunction(name, f, g, samples, threads, borrow))
 end
 
 """
@@ -66,7 +68,14 @@ end
 
 Register a callable that Python holds.
 """
-register(f; name = string(f)) = add_function(UserFunction(name, f, nothing, Bool[], false))
+register(f; name = string(f)) = add_function(UserFunction(
+    name,
+    f,
+    nothing,
+    Bool[],
+    false,
+    false,
+))
 
 function use(space::Module, package)
     identity = Base.identify_package(package)

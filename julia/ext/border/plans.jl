@@ -69,6 +69,8 @@ function plan(; id, args, result, open, sizes, owners, z, slots, out)
     f = function_of(id)
     batch = batchable(f, open, sizes, owners, z, slots, out)
     stacked(i) = batch && is_sample(f, owners[i])
+    # Only a plain value is lent its arguments; derivatives work on arrays of their own anyway.
+    lend = f.borrow && isempty(sizes) && open == 0 && length(slots) == 1 && length(out) == 1
     make(spec, stack) = if spec === nothing
         nothing
     elseif stack
@@ -82,12 +84,20 @@ function plan(; id, args, result, open, sizes, owners, z, slots, out)
         i -> make(specs[i], isoutput ? batch : stacked(i)),
         length(specs),
     )
+    lent = !lend ?
+        leaves(z, false) :
+        map(
+            ((T, dims, _),) -> isempty(dims) ?
+                Leaf{T}(dims, (), ()) :
+                Lent{T, length(dims)}(dims),
+            z,
+        )
     p = Plan(
         f.name,
         batch ? f.batch : f.call,
         args,
         result,
-        leaves(z, false),
+        lent,
         ntuple(j -> leaves(slots[j], j == 1), length(slots)),
         leaves(out, open == 0),
         batch ? () : sizes,

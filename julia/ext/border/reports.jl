@@ -53,15 +53,17 @@ function user_lines(backtrace)
     return lines
 end
 
-const HERE = dirname(dirname(@__DIR__))
+# Not Base's frames, which carry relative names, nor those of a package.
+is_users(file::String) = isabspath(file) &&
+    !startswith(file, dirname(Sys.BINDIR)) &&
+    !startswith(file, Sys.STDLIB) &&
+    !any(folder -> startswith(file, folder), package_folders())
 
-function is_users(file::String)
-    isabspath(file) || return false # Base's own frames carry relative names
-    startswith(file, HERE) && return false
-    startswith(file, Sys.STDLIB) && return false
-    any(depot -> startswith(file, joinpath(depot, "packages")), DEPOT_PATH) && return false
-    return !startswith(file, dirname(Sys.BINDIR))
-end
+package_folders() = [
+    dirname(dirname(path))
+    for path in map(pathof, values(Base.loaded_modules))
+    if path !== nothing
+]
 
 parse_report(error) = let text = message_of(error), where = match(r":(\d+):(\d+)", text)
     where === nothing ? text : "line $(where[1]), column $(where[2]): $text"

@@ -192,7 +192,9 @@ const BACKEND = AutoZygote()
 (plan::Plan{F, A, R, Z, S, O, 0})(
     inputs::Buffers,
     outputs::Buffers,
-) where {F, A, R, Z, S, O} = run_sample(plan, inputs, outputs, ())
+) where {F, A, R, Z, S, O} = islent(Z) ?
+    run_lent(plan, inputs, outputs) :
+    run_sample(plan, inputs, outputs, ())
 
 function (plan::Plan)(inputs::Buffers, outputs::Buffers)
     zero_sums!(plan.out, outputs)

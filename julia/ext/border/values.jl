@@ -87,6 +87,7 @@ function unwrapped(id, numbers)
         nothing,
         Bool[],
         f.threads,
+        false,
     ))
     return "($new, $(hold(params)))"
 end
