@@ -1,0 +1,213 @@
+"""sow: the identity with a name, as a JAX primitive.
+
+Its rules are those of the identity, each leaving its mark: a *step* (label, letter) appended to the
+equation's ``steps``. So what JAX's own transformations made of a named value stays legible in a jaxpr:
+
+    jvp:        sow(v)  ->  sow(v; "p"), sow(dv; "t")        primal and tangent
+    transpose:  sow(dv; "t")  ->  sow(ct; "c")               the cotangent that arrives there
+    batching:   sow(v)  ->  sow(v; vmap), the batch axis first, since a batching rule never sees out_axes
+
+Every differentiation appends one letter to both copies, so no two of them collide, at any order.
+"""
+
+import itertools
+import sys
+import threading
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
+from jax.interpreters import ad, batching, mlir
+
+MODES = ("strict", "append", "last")
+
+
+class HarvestError(ValueError):
+    """A named value cannot be read or written as asked."""
+
+
+class Session:
+    """One ``reap`` or ``plant`` at work: which names its tracing met.
+
+    It is the value of a JAX user context, hence part of every tracing cache's key: a function that was
+    jitted before is traced again under a session, and its sows report here.
+    """
+
+    def __init__(self):
+        self.sown = {}  # uid -> (name, where): every sow that Python ran under this session
+
+    def register(self, uid, name, where):
+        self.sown[uid] = (name, where)
+
+
+active = jax.make_user_context(None)  # the Session, or None
+scopes = jax.make_user_context(())  # the prefixes that `nest` has opened
+
+sow_p = Primitive("sow")
+sow_p.multiple_results = True
+_uids = itertools.count()
+
+
+def path_of(name, argument="name"):
+    """A name as a tuple: ``"x"`` is ``("x",)``."""
+    if isinstance(name, str) and name:
+        return (name,)
+    if (
+        isinstance(name, tuple)
+        and name
+        and all(isinstance(n, (str, int)) and n != "" for n in name)
+    ):
+        return name
+    raise HarvestError(
+        f"{argument} is {name!r}; accepted: a non-empty string, or a non-empty tuple of strings and "
+        f'integers such as ("layer", 3). Pass one of these.'
+    )
+
+
+def show(path):
+    return repr(path[0]) if len(path) == 1 else repr(path)
+
+
+def _caller():
+    """file:line of the nearest frame outside this package: where the user's code sows."""
+    frame = sys._getframe(2)
+    while frame and frame.f_globals.get("__name__", "").startswith("pybridge."):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "unknown place"
+
+
+def bind_sow(leaves, **params):
+    """sow_p on leaves, with a fresh identity."""
+    return sow_p.bind(*leaves, uid=next(_uids), leaves=tuple(range(len(leaves))), **params)
+
+
+def sow(value, name, mode):
+    path = scopes.value + path_of(name)
+    if mode not in MODES:
+        raise HarvestError(f"mode is {mode!r}; accepted: {', '.join(map(repr, MODES))}.")
+    with_paths, tree = jax.tree_util.tree_flatten_with_path(value)
+    if not with_paths:
+        raise HarvestError(
+            f"sow({show(path)}): the value {value!r} has no array in it; accepted: an array or a pytree "
+            f"of arrays with at least one. Leave this sow out."
+        )
+    for where, leaf in with_paths:
+        if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)) or (
+            isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind not in "biufcV"
+        ):
+            at = jax.tree_util.keystr(where)
+            raise HarvestError(
+                f"sow({show(path)}): value{at} is {leaf!r} of type {type(leaf).__name__}; accepted: "
+                f"arrays and numbers. Sow only the arrays of this value."
+            )
+    uid, where = next(_uids), _caller()
+    if active.value is not None:
+        active.value.register(uid, path, where)
+    out = sow_p.bind(
+        *(leaf for _, leaf in with_paths),
+        name=path,
+        uid=uid,
+        leaves=tuple(range(len(with_paths))),
+        tree=tree,
+        mode=mode,
+        where=where,
+        steps=(),
+    )
+    return jax.tree.unflatten(tree, out)
+
+
+# ---- the rules: shape, jvp, transpose, batching, lowering ----
+
+sow_p.def_impl(lambda *xs, **_: list(xs))
+sow_p.def_abstract_eval(lambda *avals, **_: list(avals))
+
+
+def _jvp(primals, tangents, *, steps, leaves, **params):
+    out = sow_p.bind(*primals, steps=(*steps, ("diff", "p")), leaves=leaves, **params)
+    moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+    dout = list(tangents)
+    if moving:
+        tan = sow_p.bind(
+            *(tangents[i] for i in moving),
+            steps=(*steps, ("diff", "t")),
+            leaves=tuple(leaves[i] for i in moving),
+            **params,
+        )
+        for i, t in zip(moving, tan):
+            dout[i] = t
+    return out, dout
+
+
+def _transpose(cts, *_, steps, leaves, **params):
+    last = max((i for i, (_, letter) in enumerate(steps) if letter == "t"), default=None)
+    if last is None:  # the transpose of a linear function that sows
+        turned = (*steps, ("diff", "c"))
+    else:
+        turned = (*steps[:last], (steps[last][0], "c"), *steps[last + 1 :])
+    out = list(cts)
+    moving = [i for i, ct in enumerate(cts) if type(ct) is not ad.Zero]
+    if moving:
+        sown = sow_p.bind(
+            *(cts[i] for i in moving),
+            steps=turned,
+            leaves=tuple(leaves[i] for i in moving),
+            **params,
+        )
+        for i, ct in zip(moving, sown):
+            out[i] = ct
+    return out
+
+
+def _batch(args, dims, *, steps, **params):
+    size = next(x.shape[d] for x, d in zip(args, dims) if d is not None)
+    first = [
+        jnp.broadcast_to(x, (size, *jnp.shape(x))) if d is None else jnp.moveaxis(x, d, 0)
+        for x, d in zip(args, dims)
+    ]
+    return sow_p.bind(*first, steps=(*steps, ("vmap", "")), **params), [0] * len(args)
+
+
+ad.primitive_jvps[sow_p] = _jvp
+ad.primitive_transposes[sow_p] = _transpose
+batching.primitive_batchers[sow_p] = _batch
+mlir.register_lowering(sow_p, lambda _ctx, *xs, **_: list(xs))
+
+
+# ---- which jaxprs sow ----
+
+_sows = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def subjaxprs(value):
+    """The jaxprs in an equation's parameter, through tuples, lists and dicts."""
+    if isinstance(value, ClosedJaxpr):
+        yield value.jaxpr
+    elif isinstance(value, Jaxpr):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for v in value:
+            yield from subjaxprs(v)
+    elif isinstance(value, dict):
+        for v in value.values():
+            yield from subjaxprs(v)
+
+
+def sows_in(jaxpr):
+    """All sow equations of a jaxpr, those of inner jaxprs included: a tuple of parameter dicts."""
+    with _lock:
+        known = _sows.get(jaxpr)
+    if known is None:
+        found = []
+        for eqn in jaxpr.eqns:
+            if eqn.primitive is sow_p:
+                found.append(eqn.params)
+            else:
+                for inner in subjaxprs(eqn.params):
+                    found.extend(sows_in(inner))
+        known = tuple(found)
+        with _lock:
+            _sows[jaxpr] = known
+    return known
