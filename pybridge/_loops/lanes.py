@@ -44,7 +44,7 @@ def batch(bind, axis, operands, dims, *, cond, step, bound, reverse, checkpoints
     )
     b_in = tuple(b_consts + b_carry + b_xs)
     many = steps.mapped(step, axis, b_in, tuple(b_carry + b_ys))
-    shared = dict(bound=bound, reverse=reverse, checkpoints=checkpoints)
+    shared = {"bound": bound, "reverse": reverse, "checkpoints": checkpoints}
     y_dims = [1 if b else None for b in b_ys]
     carry_dims = [0 if b else None for b in b_carry]
 

@@ -13,8 +13,6 @@ a loop: the tangent is the loop on dual carries; its linear part, given what the
 as ys, is a loop of given length over those as xs; the transpose of that runs the rows backwards.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -232,7 +230,7 @@ def _partial_eval_jaxpr(saveable, unknown, instantiated, eqn):
     residuals = [new_var(a) for a in found["residuals"]]
     known_out = select(invert(plan.out_unknown), eqn.outvars)
     call = lambda ins, outs, body: new_jaxpr_eqn(
-        ins, outs, primitives.closed_call_p, dict(call_jaxpr=body), body.effects, eqn.source_info
+        ins, outs, primitives.closed_call_p, {"call_jaxpr": body}, body.effects, eqn.source_info
     )
     return (
         call(known_in, known_out + residuals, first),
@@ -260,7 +258,6 @@ def _transpose(cts, *operands, cond, step, bound, reverse, checkpoints, counts):
     linear = ad.is_undefined_primal
     lin_consts, lin_xs = list(map(linear, consts)), list(map(linear, xs))
     ct_carry, ct_ys = split(cts, len(carry))
-    dense = lambda ct, aval: ad.instantiate_zeros(ct) if type(ct) is ad.Zero else ct
     zeros = lambda a: jnp.zeros(a.shape, a.dtype)
     live_ys = [type(ct) is not ad.Zero for ct in ct_ys]
     back = _transposed_step(step, tuple(lin_consts), len(carry), tuple(lin_xs), tuple(live_ys))
@@ -268,7 +265,7 @@ def _transpose(cts, *operands, cond, step, bound, reverse, checkpoints, counts):
     outs = bind(
         control,
         select(invert(lin_consts), consts),
-        sums + [dense(ct, None) for ct in ct_carry],
+        sums + [ad.instantiate_zeros(ct) for ct in ct_carry],
         select(invert(lin_xs), xs) + select(live_ys, ct_ys),
         cond=None,
         step=back,
@@ -328,7 +325,9 @@ batching.fancy_primitive_batchers[loop_p] = _batch
 
 
 def _dce(used, eqn):
-    if not any(used) and not eqn.effects:
+    if eqn.effects:
+        return [True] * len(eqn.invars), eqn
+    if not any(used):
         return [False] * len(eqn.invars), None
     p = eqn.params
     cond, step, counts = p["cond"], p["step"], p["counts"]

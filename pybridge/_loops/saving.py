@@ -12,6 +12,7 @@ which a step writes one row, the residual of the write is its index, so the resi
 though the states are large.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -60,7 +61,7 @@ def plan(bind, unknown, *, cond, step, bound, reverse, checkpoints, counts):
     second = _linear_step(halves, keeping, n, n_out, sum(u_consts), sum(u_carry))
     known_carry = tuple(invert(u_carry))
     known_cond = cond and steps.restrict(cond, (True,) * counts[0] + known_carry, (True,))
-    shared = dict(bound=bound, reverse=reverse, checkpoints=checkpoints)
+    shared = {"bound": bound, "reverse": reverse, "checkpoints": checkpoints}
 
     def run_known(operands):
         operands = iter(operands)
@@ -74,8 +75,8 @@ def plan(bind, unknown, *, cond, step, bound, reverse, checkpoints, counts):
         fixed = jaxpr_as_fun(keeping.fixed)(*consts)
         # A carry that starts known and becomes unknown hands over its start.
         late = [x for x, u, k in zip(start, u_start, known_carry) if not (u or k)]
-        handed = [[length], fixed, select(keeping.consts, consts), saved, select(keeping.xs, xs)]
-        return outs, [*sum(handed, []), *late]
+        again = select(keeping.consts, consts)
+        return outs, [length, *fixed, *again, *saved, *select(keeping.xs, xs), *late]
 
     def run_unknown(handed, operands):
         length, fixed, consts, saved, xs, late = split(
@@ -174,7 +175,7 @@ def _linear_step(halves, keeping, n, n_out, n_consts, n_carry):
     """The unknown half on rows of what was kept; its consts are fixed, again, unknown."""
     known, unknown = halves.known, halves.unknown
     k_consts, k_carry, k_xs = split(known.in_avals, n[0], n[1])
-    residual_avals, u_avals = split(unknown.in_avals, len(keeping.source))
+    _, u_avals = split(unknown.in_avals, len(keeping.source))
     u_consts, u_carry, u_xs = split(u_avals, n_consts, n_carry)
     groups = [
         keeping.fixed.out_avals,
@@ -187,7 +188,7 @@ def _linear_step(halves, keeping, n, n_out, n_consts, n_carry):
         u_xs,
     ]
     computed = [kind == "saved" and not keeping.saved for kind, _ in keeping.source]
-    wanted = tuple(c for c in (False,) * n_out + tuple(computed))
+    wanted = (False,) * n_out + tuple(computed)
 
     def step(*args):
         fixed, consts, u_c, u_s, saved, states, xs, u_x = split(args, *map(len, groups[:-1]))
@@ -195,7 +196,7 @@ def _linear_step(halves, keeping, n, n_out, n_consts, n_carry):
         rows = dict(zip(select(keeping.xs, range(n[2])), xs))
         again = iter(())
         if any(computed):
-            here = tuple([*keeping.consts, *(j in states for j in range(n[1])), *keeping.xs])
+            here = (*keeping.consts, *(j in states for j in range(n[1])), *keeping.xs)
             again = iter(
                 jaxpr_as_fun(steps.restrict(known, here, wanted))(*consts, *_in_order(states), *xs)
             )
@@ -210,8 +211,7 @@ def _linear_step(halves, keeping, n, n_out, n_consts, n_carry):
         ]
         return jaxpr_as_fun(unknown)(*residuals, *u_c, *u_s, *u_x)
 
-    del residual_avals
-    return steps.trace(step, sum(map(list, groups), []))
+    return steps.trace(step, list(itertools.chain(*groups)))
 
 
 def _in_order(table):

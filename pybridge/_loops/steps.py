@@ -52,12 +52,37 @@ def is_float(aval):
 # ---- what depends on what ----
 
 
+def _live(closed, wanted):
+    """The equations that the wanted outputs need, and flags of the inputs.
+
+    Unlike dead code elimination in jax this asks for values only: an effect keeps nothing alive.
+    """
+    live = {v for v, w in zip(closed.jaxpr.outvars, wanted, strict=True) if w and _is_var(v)}
+    eqns = []
+    for eqn in reversed(closed.jaxpr.eqns):
+        hit = [v in live for v in eqn.outvars]
+        if any(hit):
+            eqns.append(eqn)
+            live.update(v for v, u in zip(eqn.invars, _used(eqn, hit)) if u and _is_var(v))
+    return eqns[::-1], [v in live for v in closed.jaxpr.invars]
+
+
+def _used(eqn, hit):
+    if eqn.primitive.name == "jit":
+        return needs(eqn.params["jaxpr"], hit)
+    rule = pe.dce_rules.get(eqn.primitive)
+    return rule(hit, eqn)[0] if rule else [True] * len(eqn.invars)
+
+
+def _is_var(atom):
+    return isinstance(atom, Var)
+
+
 @remember
 def dependencies(closed):
     """For each output, flags of the inputs from which it is computed."""
     n = len(closed.jaxpr.outvars)
-    used = lambda j: tuple(pe.dce_jaxpr(closed.jaxpr, [i == j for i in range(n)])[1])
-    return tuple(used(j) for j in range(n))
+    return tuple(tuple(needs(closed, [i == j for i in range(n)])) for j in range(n))
 
 
 def depends(closed, flags):
@@ -67,7 +92,7 @@ def depends(closed, flags):
 
 def needs(closed, wanted):
     """Which inputs the wanted outputs are computed from."""
-    return pe.dce_jaxpr(closed.jaxpr, list(wanted))[1]
+    return _live(closed, wanted)[1]
 
 
 @remember
@@ -78,12 +103,12 @@ def active_outputs(closed, flags):
     """
     active = {v for v, f in zip(closed.jaxpr.invars, flags, strict=True) if f}
     for eqn in closed.jaxpr.eqns:
-        hit = tuple(isinstance(v, Var) and v in active for v in eqn.invars)
+        hit = tuple(_is_var(v) and v in active for v in eqn.invars)
         if any(hit):
             jitted = eqn.primitive.name == "jit"
             outs = active_outputs(eqn.params["jaxpr"], hit) if jitted else [True] * len(eqn.outvars)
             active.update(v for v, f in zip(eqn.outvars, outs) if f and is_float(v.aval))
-    return [isinstance(v, Var) and v in active for v in closed.jaxpr.outvars]
+    return [_is_var(v) and v in active for v in closed.jaxpr.outvars]
 
 
 def forwarded(closed):
@@ -92,9 +117,9 @@ def forwarded(closed):
     for eqn in closed.jaxpr.eqns:
         if eqn.primitive.name == "jit":
             for v, i in zip(eqn.outvars, forwarded(eqn.params["jaxpr"])):
-                if i is not None and isinstance(eqn.invars[i], Var) and eqn.invars[i] in source:
+                if i is not None and _is_var(eqn.invars[i]) and eqn.invars[i] in source:
                     source[v] = source[eqn.invars[i]]
-    return [source.get(v) if isinstance(v, Var) else None for v in closed.jaxpr.outvars]
+    return [source.get(v) if _is_var(v) else None for v in closed.jaxpr.outvars]
 
 
 # ---- parts of a step ----
@@ -106,15 +131,14 @@ def restrict(closed, ins, outs):
 
     The wanted outputs must not need the inputs that are dropped.
     """
-    avals = closed.in_avals
-
-    def part(*kept):
-        dropped = [jnp.zeros(a.shape, a.dtype) for a in select(invert(ins), avals)]
-        return select(outs, jaxpr_as_fun(closed)(*merge(ins, kept, dropped)))
-
-    used = needs(closed, outs)
+    eqns, used = _live(closed, outs)
     assert all(i for i, u in zip(ins, used) if u), "a wanted output needs a dropped input"
-    return trace(part, select(ins, avals))
+    jaxpr = closed.jaxpr.replace(
+        invars=select(ins, closed.jaxpr.invars),
+        outvars=select(outs, closed.jaxpr.outvars),
+        eqns=eqns,
+    )
+    return trace(jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts)), select(ins, closed.in_avals))
 
 
 @remember
