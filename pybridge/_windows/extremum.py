@@ -1,0 +1,200 @@
+"""Maximum and minimum: ties, NaN and the identity have derivative rules of their own.
+
+The derivative selects: ``ties="first"`` the first of the equal elements, init counted as the first,
+``ties="split"`` all of them in equal shares. A NaN is greater (or less) than every number. An init
+that is the identity (-inf for a maximum) wins no tie, so that where all cells are -inf a cell has
+the gradient.
+
+The selection depends on the values only through comparisons, so the tangent is linear in the
+tangents with integer or boolean coefficients and every higher order follows from it.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from pybridge._windows import doubling
+from pybridge._windows.geometry import Axis, cell_at, cells
+from pybridge._windows.reducer import identity
+from pybridge._windows.written import UNROLLED
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2, 3))
+def extremum(geometry, name, ties, identity_init, x, init):
+    """The greatest (name "max") or least ("min") of init and each window's cells.
+
+    ``identity_init``: init is known to be the identity, so only a window without a cell needs it.
+    """
+    greatest = _of_cells(geometry, name, x)
+    if identity_init:
+        return greatest
+    return _PAIR[name](greatest, jnp.broadcast_to(init, geometry.out))
+
+
+@functools.partial(extremum.defjvp, symbolic_zeros=True)
+def _extremum_jvp(geometry, name, ties, identity_init, primals, tangents):
+    x, init = primals
+    tx, tinit = (None if type(t) is SymbolicZero else t for t in tangents)
+    out = extremum(geometry, name, ties, identity_init, x, init)
+    rule = _first if ties == "first" else _split
+    return out, rule(geometry, name, identity_init, x, init, tx, tinit)
+
+
+_PAIR = {"max": lax.max, "min": lax.min}
+
+
+def _of_cells(geometry, name, x):
+    fill = identity(name, x.dtype)
+    pair = _PAIR[name]
+    if geometry.count > UNROLLED:
+        op = lambda left, right: [pair(left[0], right[0])]
+        return doubling.fold(op, [x], geometry, fill, has_identity=True)[0]
+    return functools.reduce(pair, cells(geometry.line(x, fill), geometry.axes))
+
+
+def _first(geometry, name, identity_init, x, init, tx, tinit):
+    greatest = _of_cells(geometry, name, x)
+    tangent = jnp.zeros(geometry.out, x.dtype)
+    if tx is not None:
+        if geometry.count > UNROLLED:
+            tangent = _first_by_doubling(geometry, name, x, tx)
+        else:
+            tangent = _pick(geometry, _winner(geometry, name, x, greatest), tx)
+    has_cell = geometry.has_cell()
+    if identity_init:
+        wins = None if has_cell is None else ~has_cell
+    else:
+        wins = _beats(name, init, greatest) | ((init == greatest) & ~_is_identity(name, init))
+        wins |= jnp.isnan(init)
+        if has_cell is not None:
+            wins |= ~has_cell
+    if wins is None:
+        return tangent
+    return jnp.where(wins, jnp.zeros((), x.dtype) if tinit is None else tinit, tangent)
+
+
+def _winner(geometry, name, x, greatest):
+    """The first offset of each window whose cell is the greatest; its count where none is.
+
+    Found by comparing the cells with the value once more, from the last to the first: carried
+    along with the maximum it would make XLA evaluate the chain twice.
+    """
+    columns = cells(geometry.line(x, identity(name, x.dtype)), geometry.axes)
+    winner = jnp.full(geometry.out, geometry.count, jnp.uint8)
+    for k, offset in reversed(list(enumerate(geometry.offsets()))):
+        hit = _same(columns[k], greatest)
+        mask = geometry.holds(offset)
+        if mask is not None:  # padding is filled with the identity, which a cell may equal
+            hit &= mask
+        winner = jnp.where(hit, jnp.uint8(k), winner)
+    return winner
+
+
+def _pick(geometry, winner, tangent):
+    """The tangent of the cell at each window's winning offset; 0 where there is none.
+
+    Linear in the tangent. A loop over the first axis of the window, the others unrolled: in one
+    expression XLA would fuse whatever made the winner, or on the way back the cotangent, into each
+    of the shifted summands.
+    """
+    line = geometry.line(tangent, 0)
+    axes = geometry.axes
+    lead = next((i for i, a in enumerate(axes) if a.window > 1), None)
+
+    def chosen(cells, first):
+        total = jnp.zeros(geometry.out, tangent.dtype)
+        for k, cell in enumerate(cells):
+            offset = jnp.asarray(first + k, winner.dtype)
+            total += jnp.where(winner == offset, cell, jnp.zeros((), cell.dtype))
+        return total
+
+    if lead is None:
+        return chosen(cells(line, axes), 0)
+    along = [axes[i] if i == lead else Axis(n, 1) for i, n in enumerate(line.shape)]
+    across = [Axis(a.out, 1) if i == lead else a for i, a in enumerate(axes)]
+    inner = geometry.count // axes[lead].window
+
+    def body(total, k):
+        offset = [k if i == lead else 0 for i in range(len(axes))]
+        row = cell_at(line, along, offset)
+        return total + chosen(cells(row, across), k * inner), None
+
+    start = jnp.zeros(geometry.out, tangent.dtype)
+    return lax.scan(body, start, jnp.arange(axes[lead].window, dtype=jnp.int32))[0]
+
+
+def _first_by_doubling(geometry, name, x, tx):
+    def op(left, right):
+        (a, ta), (b, tb) = left, right
+        later = _beats(name, b, a) | (jnp.isnan(b) & ~jnp.isnan(a))
+        return [jnp.where(later, b, a), jnp.where(later, tb, ta)]
+
+    return doubling.fold(op, [x, tx], geometry)[1]
+
+
+def _split(geometry, name, identity_init, x, init, tx, tinit):
+    """The mean of the tangents of all elements equal to the greatest."""
+    greatest = _of_cells(geometry, name, x)
+    tx = jnp.zeros_like(x) if tx is None else tx
+    if geometry.count > UNROLLED:
+        _, count, total = _split_by_doubling(geometry, name, x, tx)
+    else:
+        count, total = _equal_cells(geometry, name, x, greatest, tx)
+    has_cell = geometry.has_cell()
+    if not identity_init:
+        ours = _beats(name, init, greatest) | (jnp.isnan(init) & ~jnp.isnan(greatest))
+        ties = _same(init, greatest) & ~_is_identity(name, init)
+        t = jnp.zeros((), x.dtype) if tinit is None else tinit
+        total = jnp.where(ours, t, total + jnp.where(ties, t, jnp.zeros((), x.dtype)))
+        count = jnp.where(ours, 1, count + ties)
+    if has_cell is not None:
+        t = jnp.zeros((), x.dtype) if tinit is None else tinit
+        total = jnp.where(has_cell, total, t)
+        count = jnp.where(has_cell, count, 1)
+    return total / count.astype(x.dtype)
+
+
+def _equal_cells(geometry, name, x, greatest, tx):
+    columns = cells(geometry.line(x, identity(name, x.dtype)), geometry.axes)
+    tangents = cells(geometry.line(tx, 0), geometry.axes)
+    count = jnp.zeros(geometry.out, jnp.int32)
+    total = jnp.zeros(geometry.out, x.dtype)
+    for offset, cell, tangent in zip(geometry.offsets(), columns, tangents):
+        hit = _same(cell, greatest)
+        mask = geometry.holds(offset)
+        hit = hit if mask is None else hit & mask
+        count += hit
+        total += jnp.where(hit, tangent, jnp.zeros((), x.dtype))
+    return count, total
+
+
+def _split_by_doubling(geometry, name, x, tx):
+    def op(left, right):
+        (a, ca, ta), (b, cb, tb) = left, right
+        equal = _same(a, b)
+        later = _beats(name, b, a) | (jnp.isnan(b) & ~jnp.isnan(a))
+        pick = lambda both, first, second: jnp.where(equal, both, jnp.where(later, second, first))
+        return [jnp.where(later, b, a), pick(ca + cb, ca, cb), pick(ta + tb, ta, tb)]
+
+    return doubling.fold(op, [x, jnp.ones(x.shape, jnp.int32), tx], geometry)
+
+
+def _same(a, b):
+    return (a == b) | (jnp.isnan(a) & jnp.isnan(b))
+
+
+def _is_identity(name, init):
+    return init == identity(name, init.dtype)
+
+
+def _beats(name, a, b):
+    """a > b for a maximum, a < b for a minimum; complex numbers in XLA's lexicographic order."""
+    if name == "min":
+        a, b = b, a
+    if jnp.issubdtype(jnp.result_type(a), jnp.complexfloating):
+        real = jnp.real(a) == jnp.real(b)
+        return (jnp.real(a) > jnp.real(b)) | (real & (jnp.imag(a) > jnp.imag(b)))
+    return a > b

@@ -1,0 +1,164 @@
+"""What the reducer is: traced once on scalars, checked, and recognised by what it computes.
+
+``lax.reduce_window`` calls its computation on scalars; so does this, once for each kind of number,
+and maps the result over the windows. A reducer may therefore use scalar code (``lax.cond``,
+``jnp.stack([a, b]).max()``), and what it captured becomes an explicit argument with a gradient.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+from jax.tree_util import tree_flatten, tree_structure, tree_unflatten
+
+# Primitives that are associative as reducers; the first four have rules or identities here.
+_ASSOCIATIVE = ("add", "mul", "max", "min", "and", "or", "xor")
+
+
+@dataclass(frozen=True, eq=False)
+class Reducer:
+    """A reducer on flat scalars: ``jaxpr(consts; *accumulators, *cells) -> accumulators``.
+
+    The consts, what the computation captured, stay outside: they may be traced.
+
+    ``name`` is that of the one primitive it consists of, or "logaddexp", or None.
+    """
+
+    jaxpr: core.Jaxpr
+    name: str | None
+
+    @property
+    def associative(self):
+        return self.name is not None
+
+    def on_arrays(self, rank):
+        """The reducer on arrays: ``f(consts, accumulators, cells) -> accumulators`` (lists)."""
+
+        def scalar(consts, accumulators, cells):
+            closed = core.ClosedJaxpr(self.jaxpr, list(consts))
+            return core.jaxpr_as_fun(closed)(*accumulators, *cells)
+
+        for _ in range(rank):
+            scalar = jax.vmap(scalar, in_axes=(None, 0, 0))
+        return scalar
+
+
+def trace(computation, tree, dtypes, accumulators):
+    """Trace ``computation`` for operands of ``dtypes``, to run on ``accumulators``.
+
+    Returns a Reducer and the list of what the computation captured.
+
+    Raises TypeError where it returns another tree, shape or dtype than it was given.
+    """
+    closed = _trace_as(computation, tree, dtypes)
+    if tuple(accumulators) != tuple(dtypes):
+        try:
+            closed = _trace_as(_returning(computation, accumulators), tree, accumulators)
+        except TypeError:
+            # It takes the 16-bit type only (lax.add with a captured array of it): it rounds then.
+            narrow = _returning(_taking(computation, dtypes), accumulators)
+            closed = _trace_as(narrow, tree, accumulators)
+    if computation is jnp.logaddexp and jnp.issubdtype(accumulators[0], jnp.floating):
+        closed = jax.make_jaxpr(logaddexp)(*(jax.ShapeDtypeStruct((), accumulators[0]),) * 2)
+        return Reducer(closed.jaxpr, "logaddexp"), list(closed.consts)
+    return Reducer(closed.jaxpr, _sole_primitive(closed.jaxpr)), list(closed.consts)
+
+
+def _trace_as(computation, tree, dtypes):
+    scalars = tree_unflatten(tree, [jax.ShapeDtypeStruct((), d) for d in dtypes])
+    closed, out = jax.make_jaxpr(computation, return_shape=True)(scalars, scalars)
+    if tree_structure(out) != tree:
+        raise TypeError(
+            f"reduce_window: computation returns the tree {tree_structure(out)}, where operand "
+            f"has {tree}; return the accumulators in the operand's structure."
+        )
+    for got, dtype in zip(tree_flatten(out)[0], dtypes):
+        if got.shape != ():
+            raise TypeError(
+                f"reduce_window: computation returns an array of shape {got.shape} for two "
+                "scalars; return a scalar."
+            )
+        if got.dtype != dtype:
+            raise TypeError(
+                f"reduce_window: computation returns {got.dtype} for two scalars of {dtype}; "
+                f"return {dtype}, e.g. with .astype({dtype})."
+            )
+    return closed
+
+
+def _cast(tree, dtypes):
+    leaves, structure = tree_flatten(tree)
+    return tree_unflatten(structure, [jnp.asarray(x).astype(d) for x, d in zip(leaves, dtypes)])
+
+
+def _returning(computation, dtypes):
+    return lambda a, b: _cast(computation(a, b), dtypes)
+
+
+def _taking(computation, dtypes):
+    return lambda a, b: computation(_cast(a, dtypes), _cast(b, dtypes))
+
+
+def _sole_primitive(jaxpr):
+    """The name of the one associative primitive that a two-argument jaxpr applies, or None."""
+    while len(jaxpr.eqns) == 1 and len(jaxpr.invars) == 2:
+        (eqn,) = jaxpr.eqns
+        swapped = list(eqn.invars) == list(reversed(jaxpr.invars))
+        if list(eqn.outvars) != list(jaxpr.outvars):
+            return None
+        if list(eqn.invars) != list(jaxpr.invars) and not swapped:
+            return None
+        if eqn.primitive.name in _ASSOCIATIVE:
+            return eqn.primitive.name
+        inner = eqn.params.get("jaxpr")  # a jitted function such as jnp.maximum
+        if eqn.primitive.name not in ("jit", "pjit") or inner is None or swapped or inner.consts:
+            return None
+        jaxpr = inner.jaxpr
+    return None
+
+
+@jax.custom_jvp
+def logaddexp(a, b):
+    """log(exp(a) + exp(b)) of real numbers.
+
+    ``jnp.logaddexp`` has the derivative NaN where both are -inf, which in a longer chain turns the
+    derivative of every later, finite sum into NaN too, and (1, 1) at (inf, 0). The weights of this
+    one are sigmoid(a - b) and sigmoid(b - a) everywhere, with equal infinities sharing equally.
+    """
+    return jnp.maximum(a, b) + jnp.log1p(jnp.exp(-jnp.abs(_difference(a, b))))
+
+
+@logaddexp.defjvp
+def _logaddexp_jvp(primals, tangents):
+    difference = _difference(*primals)
+    ta, tb = tangents
+    tangent = jax.nn.sigmoid(difference) * ta + jax.nn.sigmoid(-difference) * tb
+    return logaddexp(*primals), tangent
+
+
+def _difference(a, b):
+    # Only equal infinities are special: for equal finite numbers a - b has its own derivative.
+    return jnp.where((a == b) & jnp.isinf(a), 0, a - b)
+
+
+@functools.cache
+def identity(name, dtype):
+    """The identity of a recognised reducer for numbers of ``dtype``, or None."""
+    dtype = jnp.dtype(dtype)
+    if name == "add":
+        return dtype.type(0)
+    if name == "mul":
+        return dtype.type(1)
+    if name not in ("max", "min"):
+        return None
+    least = name == "max"
+    if dtype == jnp.bool_:
+        return dtype.type(not least)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return dtype.type(jnp.iinfo(dtype).min if least else jnp.iinfo(dtype).max)
+    infinity = -jnp.inf if least else jnp.inf
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return dtype.type(complex(infinity, infinity))
+    return dtype.type(infinity)
