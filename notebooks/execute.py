@@ -19,7 +19,7 @@ import nbformat
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 FIGURES = FOLDER.parent / "docs" / "figures"
-NAMES = ("forces", "burgers")
+NAMES = ("forces", "burgers", "solver")
 
 
 @dataclasses.dataclass(frozen=True)

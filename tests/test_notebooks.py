@@ -46,6 +46,21 @@ def test_burgers_equation():
     check_burgers(execute("burgers").numbers)
 
 
+def check_solver(numbers):
+    # A converged solution forgets its path, so the gradient through the loop is the adjoint
+    # method's, up to the tolerance of 1e-13 times the condition number (some hundreds).
+    assert numbers["adjoint_difference"] < 1e-9
+    # Chebyshev's cycle of eight takes a third of the best constant step's time on the linear part.
+    # The cubic term lifts the smallest eigenvalues, which a learned cycle can use and Chebyshev's
+    # does not know of; a wrong hyper-gradient gets nowhere near, or diverges up to the bound.
+    steps = numbers["mean_steps"]
+    assert steps["learned"] < steps["Chebyshev"] < steps["constant"] / 2
+
+
+def test_learned_solver():
+    check_solver(execute("solver").numbers)
+
+
 @pytest.mark.parametrize("name", notebooks.NAMES)
 def test_rendered_figures_are_there_and_small(name):
     picture = ROOT / "docs" / "figures" / f"{name}.png"
