@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.api_util import debug_info
 from jax.extend import linear_util as lu
 from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
 from jax.interpreters import partial_eval as pe
@@ -62,16 +63,11 @@ def _live(closed, wanted):
     for eqn in reversed(closed.jaxpr.eqns):
         hit = [v in live for v in eqn.outvars]
         if any(hit):
+            rule = None if eqn.effects else pe.dce_rules.get(eqn.primitive)
+            eqn = rule(hit, eqn)[1] if rule else eqn
             eqns.append(eqn)
-            live.update(v for v, u in zip(eqn.invars, _used(eqn, hit)) if u and _is_var(v))
+            live.update(v for v in eqn.invars if _is_var(v))
     return eqns[::-1], [v in live for v in closed.jaxpr.invars]
-
-
-def _used(eqn, hit):
-    if eqn.primitive.name == "jit":
-        return needs(eqn.params["jaxpr"], hit)
-    rule = pe.dce_rules.get(eqn.primitive)
-    return rule(hit, eqn)[0] if rule else [True] * len(eqn.invars)
 
 
 def _is_var(atom):
@@ -169,7 +165,7 @@ def halves(closed, unknown, keep_unknown):
 
     Outputs flagged in ``keep_unknown`` go to the second half whatever they depend on.
     """
-    found = {}
+    found, fun = {}, jaxpr_as_fun(closed)
 
     def known(*ins):
         ins = iter(ins)
@@ -178,7 +174,9 @@ def halves(closed, unknown, keep_unknown):
             for a, u in zip(closed.in_avals, unknown, strict=True)
         ]
         rest, outs, residuals = pe.trace_to_jaxpr_nounits(
-            lu.wrap_init(jaxpr_as_fun(closed)), pvals, instantiate=list(keep_unknown)
+            lu.wrap_init(fun, debug_info=debug_info("bounded loop", fun, pvals, {})),
+            pvals,
+            instantiate=list(keep_unknown),
         )
         found["rest"] = rest
         found["out_unknown"] = tuple(not o.is_known() for o in outs)
