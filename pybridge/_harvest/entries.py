@@ -16,7 +16,7 @@ import numpy as np
 
 from .levels import Forward, Jvp, Reverse
 from .primitive import HarvestError, path_of, show
-from .program import has_value, is_lazy
+from .program import is_lazy
 
 
 class Undefined(HarvestError, AttributeError):
@@ -48,7 +48,7 @@ class Site:
     @property
     def value(self):
         """A spot of the value itself, or of the derivative if there is no value."""
-        return next((s for s in self.spots.values() if has_value(s)), self.first)
+        return next((s for s in self.spots.values() if s.primal), self.first)
 
 
 def _sites(spots):
@@ -196,8 +196,9 @@ class _Static:
     """What of a Reaped is not an array. Equal where the same names were sown alike."""
 
     def __init__(self, ids, reaped):
-        self.ids, self.reaped = ids, reaped
-        self.key = (ids, reaped._layout.signature, reaped._labels, reaped._scope)
+        self.ids, self.layout, self.program = ids, reaped._layout, reaped._program
+        self.view = (reaped._labels, reaped._scope)
+        self.key = (ids, self.layout.signature, self.view)
 
     def __eq__(self, other):
         return isinstance(other, _Static) and self.key == other.key
@@ -207,16 +208,13 @@ class _Static:
 
 
 def _flatten(r):
-    ids = tuple(r._store)
-    return (list(r._store.values()), r._residual), _Static(ids, r)
+    return (list(r._store.values()), r._residual), _Static(tuple(r._store), r)
 
 
 def _unflatten(static, children):
     values, residual = children
-    r = static.reaped
-    return Reaped(
-        r._layout, dict(zip(static.ids, values)), residual, r._program, r._labels, r._scope
-    )
+    store = dict(zip(static.ids, values))
+    return Reaped(static.layout, store, residual, static.program, *static.view)
 
 
 jax.tree_util.register_pytree_node(Reaped, _flatten, _unflatten)
@@ -268,8 +266,8 @@ def _select(entry, labels, key):
         if at is None:
             have = ", ".join(map(repr, dict.fromkeys(entry.steps))) or "none"
             raise KeyError(
-                f"{key!r}: {show(entry.name)} did not go through {label!r} "
-                f"{'again' if label in entry.steps else ''}; it went through: {have}"
+                f"{key!r}: {show(entry.name)} did not go through {label!r}"
+                f"{' again' if label in entry.steps else ''}; it went through: {have}"
             )
         steps[at] = None
         chosen.add(at)
@@ -323,19 +321,20 @@ class Entry:
         """How many differentiating levels the value passed through."""
         return (
             len(letters_of(self.site.value))
-            if has_value(self.site.value)
+            if self.site.value.primal
             else len(max(self._words(), key=len))
         )
 
     @property
     def steps(self):
         """The transformations the value went through, innermost first."""
-        value = self.site.value
-        out = [step[0] for step in value.steps]
-        for i, label in enumerate(out):
+        out, n = [], 0
+        for label, letter, *_ in self.site.value.steps:
             if label == "diff":
-                made = {s.steps[i][1] for s in self.site.spots.values() if len(s.steps) == len(out)}
-                out[i] = "grad" if "c" in made else "jvp"
+                made = {word[n] for word in self._words() if len(word) > n}
+                label = "grad" if "c" in made else "jvp"
+            n += bool(letter)
+            out.append(label)
         return tuple(out)
 
     def _words(self):
@@ -540,7 +539,7 @@ class Entry:
                 f"{level.label} pushes derivatives forward; a cotangent needs grad or jacrev."
             )
         if isinstance(level, Reverse):
-            p = next(s for s in self.site.spots.values() if has_value(s))
+            p = next(s for s in self.site.spots.values() if s.primal)
             if p.dead:
                 return say(
                     f"its result is ignored, no result depends on it. Go on with the value that sow "
@@ -552,9 +551,9 @@ class Entry:
                 "under two or more of jax's own transformations some left no mark, and which is not known; "
                 "use those of pybridge.harvest."
             )
-        what = {"cotangent": "grad", "tangent": "grad or jvp", "jacobian": "grad", "value": "jvp"}
+        what = {"cotangent": "grad", "tangent": "grad or jvp", "jacobian": "grad", "value": "grad"}
         return say(
-            f"jax's own transformation left none behind, or its result is ignored; use "
+            f"jax's own transformation left none behind (or nothing uses the result of sow); use "
             f"pybridge.harvest.{what[attribute]} in place of jax's."
         )
 

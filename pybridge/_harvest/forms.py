@@ -57,6 +57,11 @@ class Spot:
         """Whether it has derivatives."""
         return self.role == "value" and not self.note and jnp.issubdtype(self.dtype, jnp.inexact)
 
+    @property
+    def primal(self):
+        """Whether it is the named value itself, not a derivative of it."""
+        return all(letter in ("", "p") for _, letter, *_ in self.steps)
+
     def under(self, prefix, step=None, **changes):
         steps = self.steps if step is None else (*self.steps, step)
         return dataclasses.replace(self, id=(prefix, *self.id), steps=steps, **changes)
@@ -207,7 +212,7 @@ class SowForm:
 # ---- jit, checkpoint and calls: the same inputs, more outputs ----
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=256)
 def form_of(jaxpr, inner=False):
     return JaxprForm(jaxpr, inner)
 
@@ -257,7 +262,7 @@ class JitForm(_Inner):
         )
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=256)
 def _jitted(form, key, name):
     # Kept by form, so that a function called twice with the same question compiles once.
     want, _, _, keep = key
@@ -277,7 +282,7 @@ class RematForm(_Inner):
         super().__init__(eqn, inner)
         if eqn.params["differentiated"]:
             # The backward pass of a checkpoint computes primal values again; the first one counts.
-            self.spots = tuple(dataclasses.replace(s, weak=True) for s in self.spots)
+            self.spots = tuple(dataclasses.replace(s, weak=s.primal) for s in self.spots)
 
     def call(self, invals, ask):
         p = self.eqn.params

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from .forms import Ask
 from .levels import living
 from .primitive import Session, sow_p
-from .program import Program, has_value
+from .program import Program
 
 
 def linearize(fun, *primals, has_aux=False):
@@ -34,7 +34,7 @@ def linearize(fun, *primals, has_aux=False):
     outputs = [
         s
         for s in program.spots
-        if s.id[0] == "1" and has_value(s) and s.uid not in in_place and s.role == "value"
+        if s.id[0] == "1" and s.primal and s.uid not in in_place and s.role == "value"
     ]
     ask = Ask(frozenset(s.id[1:] for s in outputs), keep=in_place)
     consts, operands = program.consts, program.operands

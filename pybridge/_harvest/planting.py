@@ -7,7 +7,6 @@ import jax.numpy as jnp
 
 from .entries import Entries, Entry, is_raw, letters_of
 from .primitive import HarvestError, path_of, show
-from .program import has_value
 
 
 def _flat(values, prefix=()):
@@ -55,7 +54,7 @@ def plants_for(program, layout, values):
 def _at(name, site, value):
     if isinstance(value, (Entry, Entries)):
         value = value.primal
-    spots = {s.leaf: s for s in site.spots.values() if s.role == "value" and has_value(s)}
+    spots = {s.leaf: s for s in site.spots.values() if s.role == "value" and s.primal}
     tree = site.first.tree
     leaves, given = jax.tree.flatten(value)
     if given != tree:

@@ -115,6 +115,8 @@ def sow(value, name, mode):
         where=where,
         steps=(),
     )
+    # Nothing traces a concrete result: the value itself goes on, not JAX's rendering of it.
+    out = [o if isinstance(o, jax.core.Tracer) else x for o, (_, x) in zip(out, with_paths)]
     return jax.tree.unflatten(tree, out)
 
 

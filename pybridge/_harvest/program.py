@@ -40,15 +40,13 @@ class Program:
         self.avals = [jax.typeof(x) for x in (*self.consts, *self.operands)]
         self.form = form_of(self.jaxpr)
         self.levels = holds(self.jaxpr, {level_p})
-        self.spots = tuple(s.under("1") for s in self.form.spots)
+        spots = tuple(s.under("1") for s in self.form.spots)
         if self.levels:
             self.eager = frozenset(s.id for s in self.form.spots if not is_lazy(s))
             _, form, _ = self._second(self.eager, self.consts, self.operands)
-            more = tuple(s.under("2", note=s.note or _RULE) for s in form.spots)
-            self.spots = _strongest((*self.spots, *more))
-        else:
-            self.spots = _strongest(self.spots)
-        _none_missing(self, {u: v for u, v in session.sown.items() if u not in before})
+            spots += tuple(s.under("2", note=s.note or _RULE) for s in form.spots)
+        self.spots = _strongest(spots)
+        _none_missing(spots, {u: v for u, v in session.sown.items() if u not in before})
 
     def _second(self, want, consts, operands):
         def run(consts, operands):
@@ -67,13 +65,14 @@ class Program:
         first, second = ask.under("1").want, ask.under("2").want
         if not self.levels:
             outs, vals = self.form.call(consts, operands, Ask(first))
-            return outs, {("1", *k): v for k, v in vals.items()}
+            return outs, {("1", *k): jnp.asarray(v) for k, v in vals.items()}
         closed, form, tree = self._second(
             first | (self.eager if second else set()), consts, operands
         )
         flat, late = form.call(closed.consts, [*consts, *operands], Ask(second))
         outs, vals = jax.tree.unflatten(tree, flat)
-        return outs, {("1", *k): vals[k] for k in first} | {("2", *k): v for k, v in late.items()}
+        found = {("1", *k): vals[k] for k in first} | {("2", *k): v for k, v in late.items()}
+        return outs, {k: jnp.asarray(v) for k, v in found.items()}
 
     def only(self, want, consts=None, operands=None):
         """The wanted values and nothing else: what they do not need is neither kept nor run."""
@@ -104,7 +103,10 @@ class Program:
         self.operands = self.flat = None
 
     def result(self, outs):
-        return jax.tree.unflatten(self.flat.out_tree, [jnp.asarray(o) for o in outs])
+        outs = [
+            o if getattr(o, "dtype", None) == jax.dtypes.float0 else jnp.asarray(o) for o in outs
+        ]
+        return jax.tree.unflatten(self.flat.out_tree, outs)
 
 
 def is_lazy(spot):
@@ -140,21 +142,15 @@ def _no_side_effects(jaxpr):
         )
 
 
-def _none_missing(program, sown):
-    """Every sow that ran in Python is in the program, or its loss is an error."""
-    spots = program.spots
-    found = {(s.name, s.where) for s in spots if has_value(s)}
+def _none_missing(spots, sown):
+    """Every sow that ran in Python is in the program, or its loss is an error.
+
+    By name and place, not one by one: JAX may trace a function more than once.
+    """
+    found = {(s.name, s.where) for s in spots}
     for name, where in sown.values():
         if (name, where) not in found:
             raise _lost(name, where)
-    for s in spots:
-        met = s.uid in program.session.sown
-        if met and (s.name, s.where) not in found:
-            raise _lost(s.name, s.where)
-
-
-def has_value(spot):
-    return all(letter in ("", "p") for _, letter, *_ in spot.steps)
 
 
 def _lost(name, where):
