@@ -14,8 +14,6 @@ function NestedGradients.reversepass(::AutoZygote, h::H, s0, z::Tuple) where {H}
 end
 
 Zygote.accum(x::DualArray, y::DualArray) = x .+ y
-Zygote.accum(x::DualArray, y::AbstractArray) = x .+ y
-Zygote.accum(x::AbstractArray, y::DualArray) = x .+ y
 
 # ---- broadcasts ----
 #
@@ -43,7 +41,8 @@ direct(
 ) = true
 direct(x) = false
 
-@adjoint function broadcasted(style::DualStyle, f::F, args...) where {F}
+@adjoint function broadcasted(style::DualStyle, f::F, args...) where {F <:
+    Union{Function, Type}}
     T = Broadcast.combine_eltypes(f, args)
     T === Bool && return f.(args...), _ -> nothing
     if !(T <: Real && isconcretetype(T) && Base.issingletontype(F) && all(direct, args))

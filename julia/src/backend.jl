@@ -60,8 +60,12 @@ paired(y, ::Nothing) = false
 ravel(x::Number) = [x]
 ravel(x::AbstractArray{<:Number}) = vec(x)
 ravel(::Nothing) = Bool[]
-ravel(x::Union{Tuple, NamedTuple}) = reduce(vcat, map(ravel, values(x)))
-ravel(x::AbstractArray) = reduce(vcat, map(ravel, x))
+ravel(x::Union{Tuple, NamedTuple, AbstractArray}) = mapreduce(
+    ravel,
+    vcat,
+    values(x);
+    init = Bool[],
+)
 
 "The nest like `x` whose leaves are read from `v` after `offset`, and the offset after it."
 unravel(::Nothing, v, offset) = nothing, offset

@@ -117,17 +117,17 @@ end
 `f` with the leaves `params` in place of its own. Types with parameters change theirs to hold the new
 leaves; a field of a fixed type that cannot hold them is an `ArgumentError`.
 """
-rebuild(f::Leaf, leaf) = leaf
-rebuild(f, ::Nothing) = f
-rebuild(f, ::NamedTuple{(), Tuple{}}) = f
-rebuild(f::Tuple, params::Tuple) = map(rebuild, f, params)
-rebuild(f::AbstractArray, params::AbstractArray) = map(rebuild, f, params)
-rebuild(f::NamedTuple{names}, params::NamedTuple) where {names} = NamedTuple{names}(
-    newfields(f, params),
-)
-rebuild(f::Core.Box, params::NamedTuple) = Core.Box(rebuild(f.contents, params.contents))
-rebuild(f::Base.RefValue, params::NamedTuple) = Ref(rebuild(f[], params.x))
-rebuild(f, params::NamedTuple) = construct(typeof(f), newfields(f, params))
+rebuild(f, params) = params === nothing ? f : rebuilt(f, params)
+rebuilt(::Leaf, leaf) = leaf
+rebuilt(f::Tuple, params) = map(rebuild, f, params)
+rebuilt(f::AbstractArray, params) = map(rebuild, f, params)
+rebuilt(f::NamedTuple{names}, params) where {names} = NamedTuple{names}(newfields(
+    f,
+    params,
+))
+rebuilt(f::Core.Box, params) = Core.Box(rebuild(f.contents, params.contents))
+rebuilt(f::Base.RefValue, params) = Ref(rebuild(f[], params.x))
+rebuilt(f, params) = construct(typeof(f), newfields(f, params))
 
 @generated function newfields(f, params::NamedTuple{names}) where {names}
     old(name) = :(getfield(f, $(QuoteNode(name))))

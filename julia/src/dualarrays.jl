@@ -67,16 +67,13 @@ Base.@propagate_inbounds Base.getindex(A::DualArray{D}, i::Int) where {D} = elem
     A.partial[i],
 )
 Base.@propagate_inbounds function Base.getindex(
-    A::DualArray{D, N},
-    i::Vararg{Int, N},
-) where {D, N}
-    return element(D, A.value[i...], A.partial[i...])
+    A::DualArray{D},
+    i::Int,
+    j::Int,
+    k::Int...,
+) where {D}
+    return element(D, A.value[i, j, k...], A.partial[i, j, k...])
 end
-Base.@propagate_inbounds Base.getindex(A::DualVector{D}, i::Int) where {D} = element(
-    D,
-    A.value[i],
-    A.partial[i],
-)
 Base.@propagate_inbounds function store!(A::DualArray{D}, x, i...) where {D}
     d = convert(D, x)
     A.value[i...] = ForwardDiff.value(d)
@@ -85,11 +82,12 @@ Base.@propagate_inbounds function store!(A::DualArray{D}, x, i...) where {D}
 end
 Base.@propagate_inbounds Base.setindex!(A::DualArray, x, i::Int) = store!(A, x, i)
 Base.@propagate_inbounds Base.setindex!(
-    A::DualArray{D, N},
+    A::DualArray,
     x,
-    i::Vararg{Int, N},
-) where {D, N} = store!(A, x, i...)
-Base.@propagate_inbounds Base.setindex!(A::DualVector, x, i::Int) = store!(A, x, i)
+    i::Int,
+    j::Int,
+    k::Int...,
+) = store!(A, x, i, j, k...)
 
 Base.dataids(A::DualArray) = (Base.dataids(A.value)..., Base.dataids(A.partial)...)
 function Base.unaliascopy(A::DualArray{D}) where {D}
@@ -125,7 +123,6 @@ Base.transpose(A::DualVecOrMat) = moved(transpose, A)
 Base.dropdims(A::DualArray; dims) = moved(a -> dropdims(a; dims), A)
 Base.reverse(A::DualArray; dims = :) = moved(a -> reverse(a; dims), A)
 Base.reverse(A::DualVector; dims = :) = moved(reverse, A)
-Base.circshift(A::DualArray, shift) = moved(a -> circshift(a, shift), A)
 Base.repeat(A::DualArray, counts...) = moved(a -> repeat(a, counts...), A)
 Base.repeat(A::DualArray; inner = nothing, outer = nothing) = moved(
     a -> repeat(a; inner, outer),
@@ -133,16 +130,22 @@ Base.repeat(A::DualArray; inner = nothing, outer = nothing) = moved(
 )
 LinearAlgebra.diag(A::DualMatrix, k::Integer = 0) = moved(a -> diag(a, k), A)
 
-# A view or a range of indices; a single element is handled above.
 Base.view(A::DualArray, I::Vararg{Any}) = moved(a -> view(a, I...), A)
-Base.@propagate_inbounds Base.getindex(A::DualArray, I...) = selected(
-    A,
-    to_indices(A, I)...,
-)
-Base.@propagate_inbounds selected(A::DualArray, I::Integer...) = A[map(Int, I)...]
-Base.@propagate_inbounds selected(A::DualArray, I...) = moved(a -> a[I...], A)
 
-# ---- joining: where one part has no partial, zeros take its place ----
+# A range of indices in one of the first four places; anything else Base does element by element.
+const Several = Union{AbstractArray, Colon}
+Base.getindex(A::DualArray, i::Several, I...) = moved(a -> a[i, I...], A)
+Base.getindex(A::DualArray, i::Int, j::Several, I...) = moved(a -> a[i, j, I...], A)
+Base.getindex(A::DualArray, i::Int, j::Int, k::Several, I...) = moved(
+    a -> a[i, j, k, I...],
+    A,
+)
+Base.getindex(A::DualArray, i::Int, j::Int, k::Int, l::Several, I...) = moved(
+    a -> a[i, j, k, l, I...],
+    A,
+)
+
+# ---- parts ----
 
 "The parts of `x` with respect to the tag `G`: `(value, partial)`, the partial `nothing` if `x` does not depend on it."
 parts(::Type, x) = (x, nothing)
@@ -170,48 +173,6 @@ outer(::Type{G}, ::Type{Nothing}) where {G} = G
 outer(::Type{Nothing}, ::Type{H}) where {H} = H
 outer(::Type{G}, ::Type{G}) where {G} = G
 outer(::Type{G}, ::Type{H}) where {G, H} = ForwardDiff.:≺(G, H) ? H : G
-
-function joined(f::F, xs...) where {F}
-    G = outermost(xs...)
-    pairs = map(x -> allparts(G, x), xs)
-    return dual(G, f(map(first, pairs)...), f(map(last, pairs)...))
-end
-
-# Base's own `cat` fills an array of our type element by element; these keep the two streams apart.
-# A joint of plain arrays before the first of ours has to name ours in the signature: up to four.
-const Joinable = Union{Number, AbstractArray}
-for join in (:vcat, :hcat)
-    @eval Base.$join(A::DualArray, rest::Joinable...) = joined($join, A, rest...)
-    @eval Base.$join(a::Joinable, A::DualArray, rest::Joinable...) = joined(
-        $join,
-        a,
-        A,
-        rest...,
-    )
-    @eval Base.$join(A::DualArray, B::DualArray, rest::Joinable...) = joined(
-        $join,
-        A,
-        B,
-        rest...,
-    )
-end
-Base.cat(A::DualArray, rest::Joinable...; dims) = joined(
-    (xs...) -> cat(xs...; dims),
-    A,
-    rest...,
-)
-Base.cat(a::Joinable, A::DualArray, rest::Joinable...; dims) = joined(
-    (xs...) -> cat(xs...; dims),
-    a,
-    A,
-    rest...,
-)
-Base.cat(A::DualArray, B::DualArray, rest::Joinable...; dims) = joined(
-    (xs...) -> cat(xs...; dims),
-    A,
-    B,
-    rest...,
-)
 
 # ---- sums ----
 

@@ -135,26 +135,17 @@ end
 
 The cotangent in the shape and float type of each leaf of `x`; `nothing` for a leaf that does not vary.
 """
-project(x, cotangent) = cotangent
-project(x, ::Nothing) = nothing
-project(::Integer, cotangent) = nothing
-project(::Integer, ::Nothing) = nothing
-project(::AbstractArray{<:Integer}, cotangent) = nothing
-project(::AbstractArray{<:Integer}, ::Nothing) = nothing
-project(x::Real, c::Number) = floatlike(x, real(c))
-project(x::Complex, c::Number) = Complex(
-    floatlike(real(x), real(c)),
-    floatlike(real(x), imag(c)),
-)
-project(x::AbstractArray{<:Real}, c::AbstractArray{<:Real}) = floatlike(x, shaped(x, c))
-project(x::AbstractArray{<:Real}, c::AbstractArray{<:Complex}) = floatlike(
-    x,
-    real(shaped(x, c)),
-)
-project(x::AbstractArray{<:Number}, c::AbstractArray) = map(project, x, shaped(x, c))
-project(x::AbstractArray, c::AbstractArray) = map(project, x, c)
-project(x::Tuple, c::Tuple) = map(project, x, c)
-function project(x::NamedTuple{names}, c::NamedTuple) where {names}
+project(x, cotangent) = cotangent === nothing ? nothing : projected(x, cotangent)
+projected(x, c) = c
+projected(::Integer, c) = nothing
+projected(x::Real, c) = floatlike(x, real(c))
+projected(x::Complex, c) = Complex(floatlike(real(x), real(c)), floatlike(real(x), imag(c)))
+projected(::AbstractArray{<:Integer}, c) = nothing
+projected(x::AbstractArray{<:Real}, c) = floatlike(x, real(shaped(x, c)))
+projected(x::AbstractArray{<:Number}, c) = map(projected, x, shaped(x, c))
+projected(x::AbstractArray, c) = map(project, x, c)
+projected(x::Tuple, c) = map(project, x, c)
+function projected(x::NamedTuple{names}, c) where {names}
     return NamedTuple{names}(map(name -> project(x[name], get(c, name, nothing)), names))
 end
 shaped(x, c) = size(x) == size(c) ? c : reshape(c, size(x))

@@ -14,6 +14,7 @@ of the two; the parts may hold inner tags, and `f` of them comes back here.
 end
 @inline bilinear(f::F, ::Type{Nothing}, A, B) where {F} = f(A, B)
 
+productpartial(f, a, ::Nothing, b, ::Nothing) = nothing
 productpartial(f::F, a, ::Nothing, b, db) where {F} = f(a, db)
 productpartial(f::F, a, da, b, ::Nothing) where {F} = f(da, b)
 productpartial(f::F, a, da, b, db) where {F} = f(a, db) .+ f(da, b)
@@ -38,59 +39,53 @@ end
 addproduct(c::Number, da, b) = c + da * b
 addproduct(c::AbstractArray, da, b) = mul!(c, da, b, true, true)
 
-# `*` has a method for most wrappers: each that could meet ours is named, so that none is ambiguous.
-for W in (
-        :(AbstractVector{<:Number}),
-        :(AbstractMatrix{<:Number}),
-        :(Adjoint{<:Number, <:AbstractVector}),
-        :(Transpose{<:Number, <:AbstractVector}),
-        :(Diagonal{<:Number}),
-        :(AbstractTriangular{<:Number}),
-    )
-    @eval Base.:*(A::$W, B::DualMatrix) = bilinear(*, A, B)
-    @eval Base.:*(A::DualMatrix, B::$W) = bilinear(*, A, B)
-    @eval Base.:*(A::$W, B::DualVector) = bilinear(*, A, B)
-    @eval Base.:*(A::DualVector, B::$W) = bilinear(*, A, B)
-end
-for A in (:DualVector, :DualMatrix), B in (:DualVector, :DualMatrix)
-    @eval Base.:*(A::$A, B::$B) = bilinear(*, A, B)
+# The plain partners that BLAS knows. Other wrappers (`Diagonal`, triangular, sparse, filled, ...) have
+# methods of their own, which work on any array.
+const PARTNERS = (
+    :(StridedVector{<:Real}),
+    :(StridedMatrix{<:Real}),
+    :(Adjoint{<:Real, <:StridedVector}),
+    :(Adjoint{<:Real, <:StridedMatrix}),
+    :(Transpose{<:Real, <:StridedVector}),
+    :(Transpose{<:Real, <:StridedMatrix}),
+)
+for ours in (:DualVector, :DualMatrix)
+    for plain in PARTNERS
+        @eval Base.:*(A::$plain, B::$ours) = bilinear(*, A, B)
+        @eval Base.:*(A::$ours, B::$plain) = bilinear(*, A, B)
+    end
+    for other in (:DualVector, :DualMatrix)
+        @eval Base.:*(A::$ours, B::$other) = bilinear(*, A, B)
+    end
 end
 LinearAlgebra.dot(A::DualArray, B::DualArray) = bilinear(dot, A, B)
-LinearAlgebra.dot(A::DualArray, B::AbstractArray) = bilinear(dot, A, B)
-LinearAlgebra.dot(A::AbstractArray, B::DualArray) = bilinear(dot, A, B)
+LinearAlgebra.dot(A::DualArray, B::StridedArray{<:Real}) = bilinear(dot, A, B)
+LinearAlgebra.dot(A::StridedArray{<:Real}, B::DualArray) = bilinear(dot, A, B)
 LinearAlgebra.kron(A::DualVecOrMat, B::DualVecOrMat) = bilinear(kron, A, B)
-LinearAlgebra.kron(A::DualVecOrMat, B::AbstractVecOrMat{<:Number}) = bilinear(kron, A, B)
-LinearAlgebra.kron(A::AbstractVecOrMat{<:Number}, B::DualVecOrMat) = bilinear(kron, A, B)
+LinearAlgebra.kron(A::DualVecOrMat, B::StridedVecOrMat{<:Real}) = bilinear(kron, A, B)
+LinearAlgebra.kron(A::StridedVecOrMat{<:Real}, B::DualVecOrMat) = bilinear(kron, A, B)
 
 # Code that fills buffers of its own (`[...]` of our numbers, `similar` of a plain array) has them
 # interleaved. Its products are separated, done on BLAS and joined again.
-for A in (:StridedMatrix, :Adjoint, :Transpose), B in (
-        :StridedVecOrMat,
-        :Adjoint,
-        :Transpose,
-    )
-    TA = A === :StridedMatrix ? :(StridedMatrix{<:Real}) : :($A{<:Real, <:StridedVecOrMat})
-    TB = B === :StridedVecOrMat ?
-        :(StridedVecOrMat{<:Real}) :
-        :($B{<:Real, <:StridedVecOrMat})
+for A in PARTNERS, B in PARTNERS
     @eval function LinearAlgebra.mul!(
         C::StridedVecOrMat{<:LevelDual},
-        A::$TA,
-        B::$TB,
+        A::$A,
+        B::$B,
         α::Number,
         β::Number,
     )
         return addto!(C, bilinear(*, A, B), α, β)
     end
 end
-function LinearAlgebra.mul!(
-    C::DualVecOrMat,
-    A::AbstractVecOrMat{<:Real},
-    B::AbstractVecOrMat{<:Real},
-    α::Number,
-    β::Number,
-)
-    return addto!(C, A * B, α, β)
+for A in (PARTNERS..., :DualVector, :DualMatrix), B in (
+        PARTNERS...,
+        :DualVector,
+        :DualMatrix,
+    )
+    @eval function LinearAlgebra.mul!(C::DualVecOrMat, A::$A, B::$B, α::Number, β::Number)
+        return addto!(C, A * B, α, β)
+    end
 end
 addto!(C, P, α, β) = iszero(β) ? (C .= α .* P) : (C .= α .* P .+ β .* C)
 
@@ -104,8 +99,8 @@ function inverse(::Type{G}, A) where {G}
 end
 
 Base.:\(A::DualMatrix, B::DualVecOrMat) = solve(outermost(A, B), A, B)
-Base.:\(A::DualMatrix, B::AbstractVecOrMat{<:Number}) = solve(outermost(A, B), A, B)
-Base.:\(A::AbstractMatrix{<:Number}, B::DualVecOrMat) = solve(outermost(A, B), A, B)
+Base.:\(A::DualMatrix, B::StridedVecOrMat{<:Real}) = solve(outermost(A, B), A, B)
+Base.:\(A::StridedMatrix{<:Real}, B::DualVecOrMat) = solve(outermost(A, B), A, B)
 function solve(::Type{G}, A, B) where {G}
     a, da = parts(G, A)
     b, db = parts(G, B)
@@ -114,12 +109,8 @@ function solve(::Type{G}, A, B) where {G}
     return dual(G, x, a \ right)
 end
 Base.:/(A::DualVecOrMat, B::DualMatrix) = transpose(transpose(B) \ transpose(A))
-Base.:/(A::DualVecOrMat, B::AbstractMatrix{<:Number}) = transpose(
-    transpose(B) \ transpose(A),
-)
-Base.:/(A::AbstractVecOrMat{<:Number}, B::DualMatrix) = transpose(
-    transpose(B) \ transpose(A),
-)
+Base.:/(A::DualVecOrMat, B::StridedMatrix{<:Real}) = transpose(transpose(B) \ transpose(A))
+Base.:/(A::StridedVecOrMat{<:Real}, B::DualMatrix) = transpose(transpose(B) \ transpose(A))
 
 function LinearAlgebra.logabsdet(A::DualMatrix)
     G = tag(A)

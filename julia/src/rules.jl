@@ -67,7 +67,7 @@ function ChainRulesCore.rrule(
 end
 
 function ChainRulesCore.frule(
-    (_, _, Δh, Δargs, Δslots, _),
+    (_, _, Δh, Δargs, Δslots, _)::Tuple,
     ::typeof(form),
     backend,
     h,
@@ -192,22 +192,23 @@ function ChainRulesCore.rrule(
 end
 
 "The cotangents of the leaves of `g` named by `params`, from the cotangent `c` of `g`."
-leafcotangents(cfg, g::Leaf, params, c) = c
-leafcotangents(cfg, g, ::Nothing, c) = nothing
-leafcotangents(cfg, g::Union{Tuple, AbstractArray}, params, c) = map(
-    (a, p, b) -> leafcotangents(cfg, a, p, b),
-    g,
-    params,
-    c === nothing ? map(_ -> nothing, g) : c,
-)
-function leafcotangents(cfg, g::T, params::NamedTuple{names}, c) where {T, names}
+leafcotangents(cfg, g, params, c) = params === nothing ?
+    nothing :
+    cotangents_of(cfg, g, params, c)
+cotangents_of(cfg, ::Leaf, params, c) = c
+function cotangents_of(cfg, g::Union{Tuple, AbstractArray}, params, c)
+    c === nothing && return nothing
+    return map((a, p, b) -> leafcotangents(cfg, a, p, b), g, params, c)
+end
+function cotangents_of(cfg, g::T, params, c) where {T}
     fields = ismutabletype(T) ? mutablecotangent(cfg, g, c) : c
+    fields === nothing && return nothing
     of(name) = leafcotangents(
         cfg,
         getfield(g, name),
         params[name],
-        fields === nothing ? nothing : get(fields, name, nothing),
+        get(fields, name, nothing),
     )
-    return NamedTuple{names}(map(of, names))
+    return NamedTuple{keys(params)}(map(of, keys(params)))
 end
 mutablecotangent(cfg, g, c) = c

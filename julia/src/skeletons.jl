@@ -8,6 +8,15 @@ it is not a slot (`nothing`, a number, a `String`) is a constant of the structur
 """
 struct Slot{I} end
 
+# Both ways are written out from the types, so that a nest of any depth is inferred.
+filled(::Type{Slot{I}}, place) where {I} = :(leaves[$I])
+filled(::Type, place) = place
+function filled(::Type{S}, place) where {S <: Union{Tuple, NamedTuple}}
+    part(name, T) = filled(T, :(getfield($place, $(QuoteNode(name)))))
+    parts = Expr(:tuple, map(part, fieldnames(S), fieldtypes(S))...)
+    return S <: Tuple ? parts : :(NamedTuple{$(fieldnames(S))}($parts))
+end
+
 """
     NestedGradients.fill(skeleton, leaves::Tuple)
 
@@ -20,12 +29,7 @@ julia> NestedGradients.fill((Slot{2}(), (a = Slot{1}(), b = nothing)), (1.0, [2.
 ([2.0], (a = 1.0, b = nothing))
 ```
 """
-fill(::Slot{I}, leaves::Tuple) where {I} = leaves[I]
-fill(skeleton::Union{Tuple, NamedTuple}, leaves::Tuple) = map(
-    s -> fill(s, leaves),
-    skeleton,
-)
-fill(constant, ::Tuple) = constant
+@generated fill(skeleton, leaves::Tuple) = filled(skeleton, :skeleton)
 
 locate!(places, ::Type{Slot{I}}, place) where {I} = (places[I] = place)
 locate!(places, ::Type, place) = nothing

@@ -46,7 +46,7 @@ const CAPTURES = [
     ),
     "what does not vary" => (
         let W = W, n = 2, s = :a, flag = true, T = Float64, r = 1:2
-            x -> flag ? n .* (W * x) : x
+            x -> flag && s === :a && T === Float64 && first(r) == 1 ? n .* (W * x) : x
         end,
         (W = W,),
     ),
@@ -92,7 +92,7 @@ const CAPTURES = [
     "elements of a typed array" => (Elements(b, 3), (w = b,)),
     "a random state" => (
         let rng = Xoshiro(1), b = b
-            x -> b .* x
+            x -> (rand(copy(rng)) > 2 ? x : b .* x)
         end,
         (b = b,),
     ),
@@ -104,14 +104,14 @@ const CAPTURES = [
     ),
 ]
 
-# Closures order their fields as the compiler likes.
-fieldwise(a::NamedTuple, b::NamedTuple) = Set(keys(a)) == Set(keys(b)) &&
-    all(k -> fieldwise(a[k], b[k]), keys(a))
-fieldwise(a, b) = a == b
+# Closures order their fields as the compiler likes, which also renames captures of one name in one scope.
+plain(name) = Symbol(replace(string(name), r"^#\d+#" => ""))
+named(a::NamedTuple) = Dict(plain(k) => named(v) for (k, v) in pairs(a))
+named(a) = a
 
 @testset "unwrap: $name" for (name, (f, expected)) in CAPTURES
     skeleton, params = unwrap(f)
-    @test fieldwise(params, expected)
+    @test named(params) == named(expected)
     @test skeleton(x, params) == f(x)
     doubled = NestedGradients.unravel(
         params,
@@ -142,7 +142,7 @@ end
 
 @testset "a field of fixed type" begin
     dualed = NestedGradients.dual(NestedGradients.Level{1, Nothing}, [1.0, 2.0], [1.0, 0.0])
-    @test_throws "field `w` of Rigid is declared as Vector{Float64}" rebuild(
+    @test_throws "Rigid is declared as Vector{Float64}" rebuild(
         Rigid([1.0, 2.0]),
         (w = dualed,),
     )

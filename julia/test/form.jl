@@ -60,10 +60,10 @@ const FUNCTIONS = [
     ),
 ]
 
-filled(::Nothing, b) = 0.0
-filled(a, ::Nothing) = 0.0
-filled(a::Union{Number, AbstractArray}, b) = dot(a, b)
-filled(a, b) = sum(map(filled, values(a), values(b)))
+# the pairing of two nests, a missing part being zero
+filled(a, b) = a === nothing || b === nothing ? 0.0 : paired(a, b)
+paired(a::Union{Number,AbstractArray}, b) = dot(a, b)
+paired(a, b) = a isa AbstractString ? 0.0 : sum(map(filled, values(a), values(b)))
 moved(z, s, t) = map((a, b) -> step(a, b, t), z, s)
 step(a, ::Nothing, t) = a
 step(a::Union{Number, AbstractArray}, b, t) = a .+ t .* b

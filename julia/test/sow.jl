@@ -26,7 +26,7 @@ end
 end
 
 @testset "a collector inside another" begin
-    (inner, _), outer = collect_sown(() -> collect_sown(() -> sow(1.0, :a)))
+    _, outer = collect_sown(() -> collect_sown(() -> sow(1.0, :a)))
     @test isempty(outer)
     _, after = collect_sown(() -> (collect_sown(() -> sow(1.0, :a)); sow(2.0, :a)))
     @test after == Dict(:a => 2.0)

@@ -1,41 +1,26 @@
 # derivative and second derivative in a number: dual numbers alone, without a reverse pass.
 
-function DI.derivative(
-    f::F,
-    backend::AutoNested,
+derivative(f::F, backend, x, contexts) where {F} = last(value_and_derivative(
+    f,
+    backend,
     x,
-    contexts::Vararg{DI.Context, C},
-) where {F, C}
-    return last(DI.value_and_derivative(f, backend, x, contexts...))
-end
-function DI.value_and_derivative(
-    f::F,
-    backend::AutoNested,
+    contexts,
+))
+value_and_derivative(f::F, backend, x, contexts) where {F} = value_and_directional(
+    f,
+    backend,
     x,
-    contexts::Vararg{DI.Context, C},
-) where {F, C}
-    return value_and_directional(f, backend, x, one(float(x)), contexts)
-end
+    one(float(x)),
+    contexts,
+)
 
-function DI.second_derivative(
-    f::F,
-    backend::AutoNested,
-    x,
-    contexts::Vararg{DI.Context, C},
-) where {F, C}
+function second_derivative(f::F, backend, x, contexts) where {F}
     args = arguments(x, contexts)
     t = alone(one(float(x)), args)
-    derivative = form(inner(backend), f, args, (nothing, t, t), Val(0))
-    return derivative === nothing ? zerolike(f(args...)) : derivative
+    d2 = form(inner(backend), f, args, (nothing, t, t), Val(0))
+    return d2 === nothing ? zerolike(f(args...)) : d2
 end
-function DI.value_derivative_and_second_derivative(
-    f::F,
-    backend::AutoNested,
-    x,
-    contexts::Vararg{DI.Context, C},
-) where {F, C}
-    return (
-        DI.value_and_derivative(f, backend, x, contexts...)...,
-        DI.second_derivative(f, backend, x, contexts...),
-    )
+function value_derivative_and_second_derivative(f::F, backend, x, contexts) where {F}
+    y, d = value_and_derivative(f, backend, x, contexts)
+    return y, d, second_derivative(f, backend, x, contexts)
 end

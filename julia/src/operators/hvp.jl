@@ -1,12 +1,6 @@
 # hvp and hessian: one reverse pass over dual numbers a direction.
 
-function DI.hvp(
-    f::F,
-    backend::AutoNested,
-    x,
-    tx::NTuple,
-    contexts::Vararg{DI.Context, C},
-) where {F, C}
+function hvp(f::F, backend, x, tx, contexts) where {F}
     args = arguments(x, contexts)
     wanted = onlyfirst(args)
     product(v) = first(form(
@@ -19,34 +13,14 @@ function DI.hvp(
     ))
     return map(v -> dense(product(v), x), tx)
 end
-function DI.gradient_and_hvp(
-    f::F,
-    backend::AutoNested,
-    x,
-    tx::NTuple,
-    contexts::Vararg{DI.Context, C},
-) where {F, C}
-    return nested_gradient(f, backend, x, contexts...),
-        DI.hvp(f, backend, x, tx, contexts...)
+function gradient_and_hvp(f::F, backend, x, tx, contexts) where {F}
+    return gradient(f, backend, x, contexts), hvp(f, backend, x, tx, contexts)
 end
 
-function DI.hessian(
-    f::F,
-    backend::AutoNested,
-    x,
-    contexts::Vararg{DI.Context, C},
-) where {F, C}
-    columns = DI.hvp(f, backend, x, Tuple(basis(x)), contexts...)
-    return reduce(hcat, map(vec, columns))
+function hessian(f::F, backend, x, contexts) where {F}
+    return reduce(hcat, map(vec, hvp(f, backend, x, basis(x), contexts)))
 end
-function DI.value_gradient_and_hessian(
-    f::F,
-    backend::AutoNested,
-    x,
-    contexts::Vararg{DI.Context, C},
-) where {F, C}
-    return (
-        value_and_nested_gradient(f, backend, x, contexts...)...,
-        DI.hessian(f, backend, x, contexts...),
-    )
+function value_gradient_and_hessian(f::F, backend, x, contexts) where {F}
+    y, g = value_and_gradient(f, backend, x, contexts)
+    return y, g, hessian(f, backend, x, contexts)
 end

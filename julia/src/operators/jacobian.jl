@@ -1,34 +1,28 @@
 # jacobian: column by column on dual numbers, or row by row in reverse, whichever are fewer.
 # Written without mutation, since an outer AD differentiates it.
 
-function DI.jacobian(
-    f::F,
-    backend::AutoNested,
+jacobian(f::F, backend, x, contexts) where {F} = last(value_and_jacobian(
+    f,
+    backend,
     x,
-    contexts::Vararg{DI.Context, C},
-) where {F, C}
-    return last(DI.value_and_jacobian(f, backend, x, contexts...))
-end
-function DI.value_and_jacobian(
-    f::F,
-    backend::AutoNested,
-    x,
-    contexts::Vararg{DI.Context, C},
-) where {F, C}
+    contexts,
+))
+function value_and_jacobian(f::F, backend, x, contexts) where {F}
     args = arguments(x, contexts)
     y = f(args...)
-    return y, jacobian(inner(backend), f, args, y)
-end
-
-function jacobian(backend, f::F, args, y) where {F}
-    x = first(args)
     if length(x) <= length(y)
-        column(e) = vec(dense(form(backend, f, args, (nothing, alone(e, args)), Val(0)), y))
-        return reduce(hcat, map(column, basis(x)))
+        column(e) = vec(dense(
+            form(inner(backend), f, args, (nothing, alone(e, args)), Val(0)),
+            y,
+        ))
+        return y, reduce(hcat, map(column, basis(x)))
     end
     wanted = onlyfirst(args)
-    row(e) = vec(dense(first(form(backend, f, args, (e, nothing), Val(1); wanted)), x))
-    return permutedims(reduce(hcat, map(row, basis(y))))
+    row(e) = vec(dense(
+        first(form(inner(backend), f, args, (e, nothing), Val(1); wanted)),
+        x,
+    ))
+    return y, permutedims(reduce(hcat, map(row, basis(y))))
 end
 
 "The unit arrays of the shape of `x`, in the order of its elements."

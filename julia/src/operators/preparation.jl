@@ -1,64 +1,30 @@
-# What every operator of DifferentiationInterface has besides its meaning: preparation, and variants in
-# place. There is nothing to prepare: a preparation holds the signature, for DI's strict check, and
-# may be used from several threads.
+# How DifferentiationInterface calls the operators: with a preparation, with or without the value, in
+# place or not. There is nothing to prepare: a preparation holds the signature for DI's strict check, and
+# may be used from several threads at once.
 
+# operator, with value, preparation, type of the point, directions or covectors, outputs of the second
 const OPERATORS = (
-    # operator, with value, preparation, whether it takes directions or covectors
-    (:gradient, :value_and_gradient, :GradientPrep, false),
-    (:derivative, :value_and_derivative, :DerivativePrep, false),
+    (:gradient, :value_and_gradient, :Gradient, Any, (), (:grad,)),
+    (:derivative, :value_and_derivative, :Derivative, Number, (), (:der,)),
     (
         :second_derivative,
         :value_derivative_and_second_derivative,
-        :SecondDerivativePrep,
-        false,
+        :SecondDerivative,
+        Number,
+        (),
+        (:der, :der2),
     ),
-    (:pushforward, :value_and_pushforward, :PushforwardPrep, true),
-    (:pullback, :value_and_pullback, :PullbackPrep, true),
-    (:jacobian, :value_and_jacobian, :JacobianPrep, false),
-    (:hvp, :gradient_and_hvp, :HVPPrep, true),
-    (:hessian, :value_gradient_and_hessian, :HessianPrep, false),
+    (:pushforward, :value_and_pushforward, :Pushforward, Any, (:tx,), (:ty,)),
+    (:pullback, :value_and_pullback, :Pullback, Any, (:ty,), (:tx,)),
+    (:jacobian, :value_and_jacobian, :Jacobian, AbstractArray, (), (:jac,)),
+    (:hvp, :gradient_and_hvp, :HVP, Any, (:tx,), (:grad, :tg)),
+    (:hessian, :value_gradient_and_hessian, :Hessian, AbstractArray, (), (:grad, :hess)),
 )
 
-checkprep(f, prep, backend, x, rest...) = DI.check_prep(f, prep, backend, x, rest...)
-ChainRulesCore.@non_differentiable checkprep(::Any...)
-
-for (op, valued, Prep, tangents) in OPERATORS
-    t = tangents ? [:(t::NTuple)] : []
-    tnames = tangents ? [:t] : []
-    prepare = Symbol(:prepare_, op, :_nokwarg)
-    @eval function DI.$prepare(
-        strict::Val,
-        f,
-        backend::AutoNested,
-        x,
-        $(t...),
-        contexts::Vararg{DI.Context, C},
-    ) where {C}
-        return DI.$(Symbol(:No, Prep))(DI.signature(
-            f,
-            backend,
-            x,
-            $(tnames...),
-            contexts...;
-            strict,
-        ))
-    end
-    for name in (op, valued)
-        @eval function DI.$name(
-            f::F,
-            prep::DI.$Prep,
-            backend::AutoNested,
-            x,
-            $(t...),
-            contexts::Vararg{DI.Context, C},
-        ) where {F, C}
-            checkprep(f, prep, backend, x, $(tnames...), contexts...)
-            return DI.$name(f, backend, x, $(tnames...), contexts...)
-        end
-    end
+function checkprep(f, prep, backend, x, rest...)
+    return DI.check_prep(f, prep, backend, x, rest...)
 end
-
-# ---- in place: the result is copied ----
+ChainRulesCore.@non_differentiable checkprep(::Any...)
 
 overwrite!(out::AbstractArray, new) = copyto!(out, new)
 overwrite!(outs::Tuple, news::Tuple) = map(overwrite!, outs, news)
@@ -73,88 +39,82 @@ function ChainRulesCore.rrule(
     ))
 end
 
-const OUTPUTS = (
-    # operator in place, operator, preparation, tangents, outputs, whether the value comes first
-    (:gradient!, :gradient, :GradientPrep, false, (:grad,), false),
-    (:value_and_gradient!, :value_and_gradient, :GradientPrep, false, (:grad,), true),
-    (:derivative!, :derivative, :DerivativePrep, false, (:der,), false),
-    (:value_and_derivative!, :value_and_derivative, :DerivativePrep, false, (:der,), true),
-    (
-        :second_derivative!,
-        :second_derivative,
-        :SecondDerivativePrep,
-        false,
-        (:der2,),
-        false,
-    ),
-    (
-        :value_derivative_and_second_derivative!,
-        :value_derivative_and_second_derivative,
-        :SecondDerivativePrep,
-        false,
-        (:der, :der2),
-        true,
-    ),
-    (:pushforward!, :pushforward, :PushforwardPrep, true, (:ty,), false),
-    (:value_and_pushforward!, :value_and_pushforward, :PushforwardPrep, true, (:ty,), true),
-    (:pullback!, :pullback, :PullbackPrep, true, (:tx,), false),
-    (:value_and_pullback!, :value_and_pullback, :PullbackPrep, true, (:tx,), true),
-    (:jacobian!, :jacobian, :JacobianPrep, false, (:jac,), false),
-    (:value_and_jacobian!, :value_and_jacobian, :JacobianPrep, false, (:jac,), true),
-    (:hvp!, :hvp, :HVPPrep, true, (:tg,), false),
-    (:gradient_and_hvp!, :gradient_and_hvp, :HVPPrep, true, (:grad, :tg), false),
-    (:hessian!, :hessian, :HessianPrep, false, (:hess,), false),
-    (
-        :value_gradient_and_hessian!,
-        :value_gradient_and_hessian,
-        :HessianPrep,
-        false,
-        (:grad, :hess),
-        true,
-    ),
-)
+# an output a direction is a tuple of them
+typed(out) = out in (:tx, :ty, :tg) ? :($out::NTuple) : out
 
-for (inplace, op, Prep, tangents, outs, valued) in OUTPUTS
-    t = tangents ? [:(t::NTuple)] : []
-    tnames = tangents ? [:t] : []
-    @eval function DI.$inplace(
-        f::F,
-        $(outs...),
-        prep::DI.$Prep,
-        backend::AutoNested,
-        x,
-        $(t...),
-        contexts::Vararg{DI.Context, C},
-    ) where {F, C}
-        new = DI.$op(f, prep, backend, x, $(tnames...), contexts...)
-        return $(
-            if valued
-                :((first(new), overwrite!(($(outs...),), Base.tail(new))...))
-            elseif length(outs) > 1
-                :(overwrite!(($(outs...),), new))
-            else
-                :(overwrite!($(outs...), new))
+for (op, valued, name, X, tangents, outputs) in OPERATORS
+    t = [:($s::NTuple) for s in tangents]
+    prepare = Symbol(:prepare_, op, :_nokwarg)
+    Prep = Symbol(:No, name, :Prep)
+    @eval begin
+        function DI.$prepare(
+            strict::Val,
+            f,
+            backend::AutoNested,
+            x::$X,
+            $(t...),
+            contexts::Vararg{DI.Context, C},
+        ) where {C}
+            return DI.$Prep(DI.signature(
+                f,
+                backend,
+                x,
+                $(tangents...),
+                contexts...;
+                strict,
+            ))
+        end
+        ChainRulesCore.@non_differentiable DI.$prepare(::Val, ::Any, ::AutoNested, ::Any...)
+    end
+    for (function_name, outs) in ((op, outputs[end:end]), (valued, outputs))
+        inplace = Symbol(function_name, :!)
+        # `new` is one result, or the value first and then as many as there are outputs
+        overwritten = if function_name === op
+            :(overwrite!($(only(outs)), new))
+        elseif op === :hvp
+            :(overwrite!(($(outs...),), new))
+        else
+            :((first(new), overwrite!(($(outs...),), Base.tail(new))...))
+        end
+        @eval begin
+            function DI.$function_name(
+                f::F,
+                prep::DI.$Prep,
+                backend::AutoNested,
+                x::$X,
+                $(t...),
+                contexts::Vararg{DI.Context, C},
+            ) where {F, C}
+                checkprep(f, prep, backend, x, $(tangents...), contexts...)
+                return $function_name(f, backend, x, $(tangents...), contexts)
             end
-        )
+            function DI.$inplace(
+                f::F,
+                $(typed.(outs)...),
+                prep::DI.$Prep,
+                backend::AutoNested,
+                x::$X,
+                $(t...),
+                contexts::Vararg{DI.Context, C},
+            ) where {F, C}
+                new = DI.$function_name(f, prep, backend, x, $(tangents...), contexts...)
+                return $overwritten
+            end
+        end
     end
-end
-
-# ---- functions that write into their result ----
-
-for (op, _, _, tangents) in OPERATORS
-    op in (:derivative, :pushforward, :pullback, :jacobian) || continue
-    t = tangents ? [:(t::NTuple)] : []
-    @eval function DI.$(Symbol(:prepare_, op, :_nokwarg))(
-        strict::Val,
-        f!,
-        y,
-        backend::AutoNested,
-        x,
-        $(t...),
-        contexts::Vararg{DI.Context, C},
-    ) where {C}
-        throw(ArgumentError(
-            "an AutoNested backend needs a function that returns its result; got one that overwrites it, f!(y, x)",
-        ))
-    end
+    # functions that write into their result
+    op in (:derivative, :pushforward, :pullback, :jacobian) &&
+        @eval function DI.$prepare(
+            strict::Val,
+            f!,
+            y::AbstractArray,
+            backend::AutoNested,
+            x::$X,
+            $(t...),
+            contexts::Vararg{DI.Context, C},
+        ) where {C}
+            throw(ArgumentError(
+                "an AutoNested backend needs a function that returns its result; got one that overwrites it, f!(y, x)",
+            ))
+        end
 end

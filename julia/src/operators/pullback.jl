@@ -1,22 +1,11 @@
 # pullback: one reverse pass a covector.
 
-function DI.pullback(
-    f::F,
-    backend::AutoNested,
-    x,
-    ty::NTuple,
-    contexts::Vararg{DI.Context, C},
-) where {F, C}
-    return map(s -> covector(f, backend, x, s, contexts), ty)
-end
-function DI.value_and_pullback(
-    f::F,
-    backend::AutoNested,
-    x,
-    ty::NTuple,
-    contexts::Vararg{DI.Context, C},
-) where {F, C}
-    return f(arguments(x, contexts)...), DI.pullback(f, backend, x, ty, contexts...)
+pullback(f::F, backend, x, ty, contexts) where {F} = map(
+    s -> covector(f, backend, x, s, contexts),
+    ty,
+)
+function value_and_pullback(f::F, backend, x, ty, contexts) where {F}
+    return f(arguments(x, contexts)...), pullback(f, backend, x, ty, contexts)
 end
 
 function covector(f::F, backend, x, s0, contexts) where {F}

@@ -1,21 +1,13 @@
 # pushforward: one evaluation on dual numbers a direction.
 
-function DI.pushforward(
-    f::F,
-    backend::AutoNested,
+pushforward(f::F, backend, x, tx, contexts) where {F} = last(value_and_pushforward(
+    f,
+    backend,
     x,
-    tx::NTuple,
-    contexts::Vararg{DI.Context, C},
-) where {F, C}
-    return last(DI.value_and_pushforward(f, backend, x, tx, contexts...))
-end
-function DI.value_and_pushforward(
-    f::F,
-    backend::AutoNested,
-    x,
-    tx::NTuple,
-    contexts::Vararg{DI.Context, C},
-) where {F, C}
+    tx,
+    contexts,
+))
+function value_and_pushforward(f::F, backend, x, tx, contexts) where {F}
     pairs = map(t -> value_and_directional(f, backend, x, t, contexts), tx)
     return first(first(pairs)), map(last, pairs)
 end
