@@ -436,6 +436,15 @@ class Entry:
 
     def _leaves(self, word):
         """The arrays of all leaves; what has no derivative (integers) is float0, as in JAX."""
+        taken = self.taken
+        concrete = isinstance(taken, (jax.Array, np.ndarray)) and not isinstance(
+            taken, jax.core.Tracer
+        )
+        if concrete and not np.any(taken):
+            raise HarvestError(
+                f"{show(self.name)} was not sown in this run: the branch or loop that holds it (at "
+                f"{self.site.first.where}) was not entered. Ask .taken first."
+            )
         template = {s.leaf: s for s in self.site.spots.values() if s.role == "value"}
         out = []
         for leaf in range(self.site.first.tree.num_leaves):
@@ -458,15 +467,6 @@ class Entry:
         return out
 
     def _array(self, word):
-        taken = self.taken
-        concrete = isinstance(taken, (jax.Array, np.ndarray)) and not isinstance(
-            taken, jax.core.Tracer
-        )
-        if concrete and not np.any(taken):
-            raise HarvestError(
-                f"{show(self.name)} was not sown in this run: the branch or loop that holds it (at "
-                f"{self.site.first.where}) was not entered. Ask .taken first."
-            )
         return jax.tree.unflatten(self.site.first.tree, self._leaves(word))
 
     # -- used as an array --

@@ -159,7 +159,7 @@ class JaxprForm:
             if eqn.primitive not in RULES:
                 p = held[0]
                 raise HarvestError(
-                    f"{show(p['name'])} is sown at {p['where']} inside {eqn.primitive.name}, which reap "
+                    f"{show(p['path'])} is sown at {p['where']} inside {eqn.primitive.name}, which reap "
                     f"and plant do not look into, so its value would be lost; accepted: jit, scan, while_loop, "
                     f"fori_loop, cond, switch, checkpoint, custom_jvp, custom_vjp and pybridge's own. "
                     f"Return the value from the function instead, or sow it outside."
@@ -194,7 +194,8 @@ class SowForm:
                 id=(f"{leaf}",),
                 shape=v.aval.shape,
                 dtype=v.aval.dtype,
-                **{k: p[k] for k in ("name", "uid", "tree", "mode", "where", "steps")},
+                name=p["path"],
+                **{k: p[k] for k in ("uid", "tree", "mode", "where", "steps")},
                 leaf=leaf,
             )
             for leaf, v in zip(p["leaves"], eqn.invars)

@@ -69,7 +69,7 @@ def _sow_again(spots, vals, letter):
             continue
         sow_p.bind(
             vals[s.id[1:]],
-            name=s.name,
+            path=s.name,
             uid=s.uid,
             leaves=(s.leaf,),
             tree=s.tree,

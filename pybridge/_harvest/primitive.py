@@ -78,11 +78,6 @@ def _caller():
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "unknown place"
 
 
-def bind_sow(leaves, **params):
-    """sow_p on leaves, with a fresh identity."""
-    return sow_p.bind(*leaves, uid=next(_uids), leaves=tuple(range(len(leaves))), **params)
-
-
 def sow(value, name, mode):
     path = scopes.value + path_of(name)
     if mode not in MODES:
@@ -107,7 +102,7 @@ def sow(value, name, mode):
         active.value.register(uid, path, where)
     out = sow_p.bind(
         *(leaf for _, leaf in with_paths),
-        name=path,
+        path=path,
         uid=uid,
         leaves=tuple(range(len(with_paths))),
         tree=tree,

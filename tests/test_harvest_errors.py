@@ -1,0 +1,294 @@
+"""Nothing is dropped in silence, and bad input is told what is wrong at once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from pybridge import harvest
+from pybridge.harvest import HarvestError, Undefined, nest, plant, reap, sow
+
+
+def unused(x):
+    sow(x * 2, "a")
+    return x * 3
+
+
+def unused_in_scan(x):
+    def body(c, t):
+        sow(c * t, "a")
+        return c * t, None
+
+    return lax.scan(body, x, jnp.arange(1.0, 4.0))[0]
+
+
+DEAD = [jax.jit(unused), unused_in_scan, jax.checkpoint(unused)]
+
+
+@pytest.mark.parametrize("f", DEAD, ids=["jit", "scan", "checkpoint"])
+def test_a_value_that_jax_removes_as_dead_code(f):
+    with pytest.raises(HarvestError, match=r"'a' was sown at .*test_harvest_errors.*harvest\.grad"):
+        reap(jax.grad(f))(2.0)
+    _, named = reap(harvest.grad(f))(2.0)
+    assert np.max(named["a"].value) > 0
+
+
+@pytest.mark.parametrize("f", [unused, *DEAD], ids=["", "jit", "scan", "checkpoint"])
+def test_a_sow_whose_result_is_ignored_has_no_cotangent(f):
+    _, named = reap(harvest.grad(f))(2.0)
+    with pytest.raises(Undefined, match=r"result is ignored.*value that sow returns"):
+        _ = named["a"].cotangent
+    assert np.all(named["a"].tangent > 0)
+
+
+def test_an_ignored_result_that_feeds_another_ignored_one():
+    def f(x):
+        h = sow(x * 2, "a")
+        sow(h * 3, "b")
+        return x
+
+    _, named = reap(harvest.grad(f))(2.0)
+    for name in "ab":
+        with pytest.raises(Undefined, match="result is ignored"):
+            _ = named[name].cotangent
+
+
+def test_a_function_that_was_only_traced():
+    def f(x):
+        jax.eval_shape(lambda x: sow(x, "a"), x)
+        return x
+
+    with pytest.raises(HarvestError, match="eval_shape"):
+        reap(f)(1.0)
+
+
+def test_a_primitive_that_hides_a_sow():
+    solve = lambda x: lax.custom_linear_solve(
+        lambda v: sow(v * 2, "a"), x, lambda mv, b: b / 2, symmetric=True
+    )
+    with pytest.raises(HarvestError, match=r"'a' is sown at .* inside custom_linear_solve"):
+        reap(solve)(1.0)
+    add = lambda a, b: sow(a + b, "a")
+    with pytest.raises(HarvestError, match="inside reduce"):
+        reap(lambda x: lax.reduce(x, 0.0, add, (0,)))(jnp.ones(3))
+    assert solve(1.0) == 0.5  # without reap it is no one's business
+
+
+def test_a_name_used_twice_names_both_places():
+    def f(x):
+        y = sow(x, "a")
+        return sow(y, "a")
+
+    with pytest.raises(HarvestError) as e:
+        reap(f)(1.0)
+    first = f.__code__.co_firstlineno + 1
+    assert f"test_harvest_errors.py:{first}" in str(e.value)
+    assert f"test_harvest_errors.py:{first + 1}" in str(e.value)
+
+
+g = jax.jit(lambda x: sow(x * 2, "a"))
+TWICE = {
+    "one trace called twice": lambda x: g(x) + g(x + 1),
+    "plain and differentiated": lambda x: g(x) + harvest.grad(g)(x),
+    "plain and by jax.grad": lambda x: g(x) + jax.grad(lambda x: sow(x**2, "a"))(x),
+    "modes that differ": lambda x: sow(x, "a", mode="append") + sow(x, "a", mode="last"),
+    "in a branch and outside": lambda x: lax.cond(x > 0, g, lambda x: x, x) + g(x),
+}
+
+
+@pytest.mark.parametrize("f", TWICE.values(), ids=TWICE.keys())
+def test_used_twice(f):
+    with pytest.raises(HarvestError, match=r'sown twice in one run.*mode="append"'):
+        reap(f)(1.0)
+
+
+def test_one_name_in_two_scopes_is_two_names():
+    _, named = reap(lambda x: nest(g, "p")(x) + nest(g, "q")(x))(1.0)
+    assert len(named) == 2
+
+
+# ---- attributes that are not defined ----
+
+
+def test_why_an_attribute_is_not_defined():
+    f = lambda x: jnp.sum(sow(x**2, "a")) + sow(jnp.arange(2), "n")[0]
+    x = jnp.ones(2)
+
+    def why(named, attribute, name="a"):
+        with pytest.raises(Undefined) as e:
+            getattr(named[name], attribute)
+        assert not hasattr(named[name], attribute)
+        return str(e.value)
+
+    named = reap(f)(x)[1]
+    assert "no transformation" in why(named, "tangent")
+    assert "no transformation" in why(named, "cotangent")
+    named = reap(harvest.grad(f))(x)[1]
+    assert ".jacobian" in why(named, "tangent")
+    assert "int32" in why(named, "cotangent", "n")
+    assert "not sown in a while_loop" in why(named, "count")
+    named = reap(lambda x: harvest.jvp(f, (x,), (x,)))(x)[1]
+    assert "harvest.grad" in why(named, "cotangent")
+    assert "harvest.grad" in why(named, "jacobian")
+    named = reap(harvest.jacfwd(f))(x)[1]
+    assert "grad or jacrev" in why(named, "cotangent")
+    named = reap(jax.grad(f))(x)[1]
+    assert "pybridge.harvest.grad" in why(named, "jacobian")
+    loop = lambda x: lax.while_loop(lambda c: c[0] < 3, lambda c: sow(c * 2, "a"), x)
+    aux = lambda x: (jnp.sum(x), loop(lax.stop_gradient(x)))
+    named = reap(harvest.grad(aux, has_aux=True))(x)[1]
+    assert "ignored" in why(named, "cotangent")
+
+
+def test_keys_that_are_not_there():
+    _, named = reap(harvest.grad(lambda x: sow(x, "a")))(1.0)
+    for key, said in (
+        ("b", "sown: 'a'"),
+        (("vmap", "a"), "did not go through 'vmap'; it went through: 'grad'"),
+        (3, "sown: 'a'"),
+    ):
+        with pytest.raises(KeyError) as e:
+            _ = named[key]
+        assert said in str(e.value)
+
+
+def test_a_jacobian_after_vmap_of_reap():
+    named = jax.vmap(reap(harvest.grad(lambda x: sow(x**2, "a"))))(jnp.ones(3))[1]
+    assert named["a"].value.tolist() == [1, 1, 1]
+    with pytest.raises(HarvestError, match="through a vmap since"):
+        _ = named["a"].jacobian
+
+
+# ---- vmap ----
+
+
+def test_out_axes_beyond_the_rank():
+    f = harvest.vmap(lambda x: sow(x[0], "a") * x, out_axes=1)
+    with pytest.raises(HarvestError, match=r"'a' .* has shape \(\) inside.*sow_axes"):
+        reap(f)(jnp.ones((3, 2)))
+
+
+def test_out_axes_that_differ():
+    f = harvest.vmap(lambda x: (sow(x, "a"), x), out_axes=(0, 1))
+    with pytest.raises(HarvestError, match="sow_axes"):
+        reap(f)(jnp.ones((3, 2)))
+
+
+# ---- JAX's own errors are JAX's ----
+
+BAD_CALLS = {
+    "not scalar": (harvest.grad(lambda x: sow(x, "a")), (np.ones(2),)),
+    "integer": (harvest.grad(lambda x: sow(x, "a") * 1.0), (1,)),
+    "a tuple": (harvest.grad(lambda x: (sow(x, "a"), x)), (1.0,)),
+    "no aux": (harvest.grad(lambda x: sow(x, "a"), has_aux=True), (1.0,)),
+    "argnums": (harvest.grad(lambda x: sow(x, "a"), argnums=2), (1.0,)),
+    "sizes": (harvest.vmap(lambda x, y: sow(x, "a")), (np.ones(2), np.ones(3))),
+    "rank": (harvest.vmap(lambda x: sow(x, "a")), (1.0,)),
+    "tangent": (lambda x: harvest.jvp(lambda x: sow(x, "a"), (x,), (np.ones(3),)), (1.0,)),
+}
+
+
+@pytest.mark.parametrize(("f", "args"), BAD_CALLS.values(), ids=BAD_CALLS.keys())
+def test_the_same_error_as_without_reap(f, args):
+    with pytest.raises((TypeError, ValueError)) as plain:
+        f(*args)
+    with pytest.raises(type(plain.value)) as reaped:
+        reap(f)(*args)
+    assert str(reaped.value)[:40] == str(plain.value)[:40]
+
+
+# ---- bad input ----
+
+
+@pytest.mark.parametrize("name", [3, "", (), None, ["a"], ("a", 1.5), ("a", "")])
+def test_names(name):
+    with pytest.raises(HarvestError, match="non-empty string"):
+        sow(1.0, name)
+    with pytest.raises(HarvestError, match="scope is"):
+        nest(sow, name)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("text", "type str"),
+        ({"q": [1.0, "x"]}, r"value\['q'\]\[1\]"),
+        (sow, "type function"),
+        ({}, "no array"),
+        (None, "no array"),
+    ],
+)
+def test_values(value, said):
+    with pytest.raises(HarvestError, match=said):
+        sow(value, "a")
+
+
+def test_modes():
+    with pytest.raises(HarvestError, match="'strict', 'append', 'last'"):
+        sow(1.0, "a", mode="clobber")
+
+
+def test_side_effects():
+    from jax.experimental import io_callback
+
+    def f(x):
+        io_callback(lambda x: None, None, x)
+        return sow(x, "a")
+
+    with pytest.raises(HarvestError, match="side effect"):
+        reap(f)(1.0)
+    with pytest.raises(HarvestError, match="side effect"):
+        reap(jax.jit(f))(1.0)
+    with pytest.raises(HarvestError, match="side effect"):
+        plant(f, {"a": 1.0})(1.0)
+
+
+def test_not_a_function():
+    with pytest.raises(HarvestError, match="accepted: a function"):
+        reap(3.0)
+    with pytest.raises(HarvestError, match="accepted: a function"):
+        plant(3.0, {})
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"b": 1.0}, "'b' is never sown; sown are: 'a'"),
+        ({"a": 1.0}, r"float32\[\]; accepted: float32\[2\]"),
+        ({"a": jnp.ones(2, int)}, r"int32\[2\]; accepted: float32\[2\]"),
+        ({"a": (1.0, 2.0)}, "structure"),
+        ([1.0], "a mapping"),
+        ({3: 1.0}, "a name in values is 3"),
+    ],
+)
+def test_plant(values, said):
+    with pytest.raises(HarvestError, match=said):
+        plant(lambda x: jnp.sum(sow(x * 2, "a")), values)(jnp.ones(2))
+
+
+def test_plant_modes_and_rules():
+    append = lambda x: sow(x, "a", mode="append") + sow(x, "a", mode="append")
+    with pytest.raises(HarvestError, match="sown 2 times"):
+        plant(append, {"a": (1.0,)})(1.0)
+
+    @jax.custom_jvp
+    def f(x):
+        return sow(x, "a")
+
+    f.defjvp(lambda p, t: (p[0], t[0]))
+    with pytest.raises(HarvestError, match="contradict"):
+        plant(f, {"a": 1.0})(1.0)
+    with pytest.raises(HarvestError, match="contradict"):
+        plant(harvest.grad(f), {"a": 1.0})(1.0)
+
+
+def test_an_error_leaves_no_session_behind():
+    def f(x):
+        sow(x, "a")
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        reap(f)(1.0)
+    jaxpr = jax.make_jaxpr(harvest.grad(lambda x: sow(x, "a")))(1.0)
+    assert "harvest_level" not in str(jaxpr)
