@@ -14,7 +14,8 @@ import functools
 
 import jax
 
-from ._harvest.entries import Entries, Entry, Layout, Reaped, Undefined
+from ._harvest import bounded  # noqa: F401 (teaches reap the bounded loops)
+from ._harvest.entries import ATTRIBUTES, Entries, Entry, Layout, Reaped, Undefined
 from ._harvest.forms import Ask
 from ._harvest.linear import linearize
 from ._harvest.planting import plants_for
@@ -106,7 +107,7 @@ class _Fixed:
         return hash(self.key)
 
 
-def reap(fun, *, lazy=False):
+def reap(fun, *, lazy=False, attributes=("value", "tangent", "cotangent")):
     """A function that also returns what ``fun`` sowed.
 
     ``reap(fun)(*args)`` is ``(fun(*args), reaped)``. ``reaped`` maps each name to an :class:`Entry` with
@@ -130,6 +131,8 @@ def reap(fun, *, lazy=False):
         ``fun`` and returns the named value; with levels named, as in ``["grad", "x"]``, its derivative
         by them; and ``["x"].cotangent`` and so on are functions, too. Each traces ``fun`` and runs only
         what it needs.
+      attributes: what to compute with the run, of "value", "tangent", "cotangent" and "jacobian"; the
+        rest is computed, by another run of what it needs, when asked for. Values always are.
 
     Raises HarvestError if a name is sown twice in one run (unless its mode says otherwise), if a named
     value was removed or is hidden by a transformation, or if ``fun`` has side effects.
@@ -144,6 +147,10 @@ def reap(fun, *, lazy=False):
     """
     if not callable(fun):
         raise HarvestError(f"reap: fun is {fun!r}; accepted: a function. Pass the function itself.")
+    if isinstance(attributes, str) or not set(attributes) <= set(ATTRIBUTES):
+        raise HarvestError(
+            f"reap: attributes is {attributes!r}; accepted: a tuple of {', '.join(ATTRIBUTES)}."
+        )
     if lazy:
         return LazyReaped(fun)
     session = Session()
@@ -151,12 +158,12 @@ def reap(fun, *, lazy=False):
     def run(args, kwargs, attach=True):
         program = Program(fun, session, args, kwargs)
         layout = Layout(program.spots, session)
-        outs, store = program.run(layout.eager())
+        eager = layout.eager(attributes)
+        outs, store = program.run(eager)
         result = program.result(outs)
-        # What a Jacobian asked for later is computed from.
-        residual = (
-            (program.held(), program.operands if attach else None) if program.levels else None
-        )
+        # From these the rest is computed, when asked for.
+        later = len(eager) < len(layout.all())
+        residual = (program.held(), program.operands if attach else None) if later else None
         program.release()
         return result, Reaped(layout, store, residual, program)
 

@@ -292,3 +292,15 @@ def test_an_error_leaves_no_session_behind():
         reap(f)(1.0)
     jaxpr = jax.make_jaxpr(harvest.grad(lambda x: sow(x, "a")))(1.0)
     assert "harvest_level" not in str(jaxpr)
+
+
+def test_attributes():
+    f = harvest.grad(lambda x: jnp.sin(sow(x**3, "a")))
+    _, named = reap(f, attributes=("value",))(1.0)
+    _, full = reap(f, attributes=tuple(harvest.ATTRIBUTES))(1.0)
+    assert len(jax.tree.leaves(named)) < len(jax.tree.leaves(full))
+    for attribute in ("value", "cotangent", "jacobian"):
+        assert getattr(named["a"], attribute) == getattr(full["a"], attribute)
+    for bad in ("value", ("gradient",)):
+        with pytest.raises(HarvestError, match="attributes is"):
+            reap(f, attributes=bad)

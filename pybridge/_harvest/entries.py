@@ -16,7 +16,6 @@ import numpy as np
 
 from .levels import Forward, Jvp, Reverse
 from .primitive import HarvestError, path_of, show
-from .program import is_lazy
 
 
 class Undefined(HarvestError, AttributeError):
@@ -24,6 +23,9 @@ class Undefined(HarvestError, AttributeError):
 
 
 _LETTER = re.compile(r"(p|t|[cj]\d+)$")
+
+
+ATTRIBUTES = {"value": "p", "tangent": "t", "cotangent": "c", "jacobian": "j"}
 
 
 def letters_of(spot):
@@ -102,14 +104,13 @@ class Layout:
             f"Give the second another name, or a prefix by pybridge.nest(f, scope)."
         )
 
-    def eager(self):
-        return [
-            s.id
-            for sites in self.sites.values()
-            for site in sites
-            for s in site.spots.values()
-            if not is_lazy(s)
-        ]
+    def all(self):
+        return [s for sites in self.sites.values() for site in sites for s in site.spots.values()]
+
+    def eager(self, attributes):
+        """The ids of what is computed with the run: values, and of the rest what was named."""
+        first = {ATTRIBUTES[a] for a in attributes} | {"p"}
+        return [s.id for s in self.all() if {letter[0] for letter in letters_of(s)} <= first]
 
     @property
     def signature(self):
@@ -177,16 +178,16 @@ class Reaped(Mapping):
         program = self._program
         if program is None or self._residual is None:
             raise HarvestError(
-                f"the Jacobian of {show(spots[0].name)} was not computed and what it needs is gone. Ask "
-                f"for .jacobian where reap was called, before this mapping is transformed."
+                f"what is asked of {show(spots[0].name)} was not computed with the run, and what it needs "
+                f"is gone. Ask where reap was called, before this mapping is transformed."
             )
         consts, operands = program.with_held(self._residual[0]), self._residual[1]
         for x, aval in zip((*consts, *operands), program.avals):
             if jnp.shape(x) != aval.shape:
                 raise HarvestError(
-                    f"the Jacobian of {show(spots[0].name)} is computed when asked for, but this mapping "
+                    f"what is asked of {show(spots[0].name)} is computed only now, but this mapping "
                     f"has been through a vmap since (an argument of shape {aval.shape} is now "
-                    f"{jnp.shape(x)}). Ask for .jacobian inside the mapped function, or use "
+                    f"{jnp.shape(x)}). Ask inside the mapped function, or use "
                     f"reap(pybridge.harvest.vmap(...)) in place of vmap(reap(...))."
                 )
         self._store.update(program.only([s.id for s in spots], consts, operands))
@@ -386,7 +387,7 @@ class Entry:
         n = word.index(None)
         put = lambda letter: (*word[:n], letter, *word[n + 1 :])
         level = self._level(n)
-        letter = {"value": "p", "tangent": "t", "cotangent": "c", "jacobian": "j"}[attribute]
+        letter = ATTRIBUTES[attribute]
         if isinstance(level, (Reverse, Forward)):
             if letter == "t" and level.arg_shapes == ((),) and level.arg_tree.num_leaves == 1:
                 letter = "j"
@@ -497,7 +498,7 @@ class Entry:
         return float(self.primal)
 
     def __repr__(self):
-        have = [a for a in ("value", "tangent", "cotangent", "jacobian") if self._has(a)]
+        have = [a for a in ATTRIBUTES if self._has(a)]
         shape = "" if self.site.first.tree.num_leaves > 1 else f" {self.site.value.dtype}"
         levels = ", ".join(self.steps) or "no transformation"
         return f"Entry({show(self.name)}{shape}, through {levels}: .{', .'.join(have)})"
@@ -507,8 +508,7 @@ class Entry:
         if None not in word:
             return attribute == "value"
         n = word.index(None)
-        letters = {"value": "p", "tangent": "t", "cotangent": "c", "jacobian": "j"}
-        want = letters[attribute]
+        want = ATTRIBUTES[attribute]
         return any(len(w) > n and w[n][0] == want and _fits(w[:n], word[:n]) for w in self._words())
 
     # -- why not --

@@ -1,0 +1,158 @@
+"""Named values through pybridge's own loops, windows and nested gradients."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pybridge import bounded_fori_loop, bounded_while_loop, harvest, nested_grad, reduce_window
+from pybridge.harvest import Undefined, plant, reap, sow
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+same = functools.partial(np.testing.assert_allclose, rtol=1e-12)
+BOUND = 8
+
+
+def grow(x, w=2.0, mode="strict", **options):
+    options = {"max_steps": BOUND, **options}
+    return bounded_while_loop(
+        lambda c: c < 10, lambda c: sow(jnp.sin(c) + w * c, "c", mode=mode), x, **options
+    )
+
+
+def by_hand(x, w=2.0):
+    """Values, cotangents and dv/dx of the loop, one a step."""
+    values, slopes, c = [], [], x
+    while c < 10:
+        slopes.append(np.cos(c) + w)
+        c = np.sin(c) + w * c
+        values.append(c)
+    jacobian = np.cumprod(slopes)
+    return np.array(values), jacobian[-1:] / jacobian, jacobian
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpoints": 2}], ids=["", "checkpoints"])
+@pytest.mark.parametrize("grad", [harvest.grad, jax.grad], ids=["harvest", "jax"])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["", "jit"])
+def test_bounded_while_loop(options, grad, wrap):
+    out, named = reap(wrap(grad(functools.partial(grow, **options))))(1.0)
+    values, cotangents, jacobian = by_hand(1.0)
+    n = len(values)
+    e = named["c"]
+    same(out, jacobian[-1])
+    same(e.value[:n], values)
+    same(e.cotangent[:n], cotangents)
+    assert not np.any(e.value[n:])
+    assert (e.count, e.taken.tolist()) == (n, [True] * n + [False] * (BOUND - n))
+    if grad is harvest.grad:
+        same(e.jacobian[:n], jacobian)
+
+
+def test_bounded_while_loop_under_vmap():
+    x = jnp.array([1.0, 3.0, 50.0])
+    _, named = reap(harvest.vmap(harvest.grad(grow)))(x)
+    e = named["c"]
+    for i in range(3):
+        values, cotangents, jacobian = by_hand(float(x[i]))
+        n = len(values)
+        assert e.count[i] == n
+        assert e.taken[i].sum() == n
+        same(e.value[i, :n], values)
+        if n:
+            same(e.cotangent[i, :n], cotangents)
+            same(e.jacobian[i, :n], jacobian)
+
+
+@pytest.mark.parametrize(
+    "options", [{"mode": "last"}, {"max_steps": None}], ids=["last", "no bound"]
+)
+def test_bounded_while_loop_that_keeps_the_last(options):
+    f = functools.partial(grow, **options)
+    (_, dout), named = reap(lambda x: harvest.jvp(f, (x,), (1.0,)))(1.0)
+    values, _, jacobian = by_hand(1.0)
+    e = named["c"]
+    same([e.value, e.tangent, dout], [values[-1], jacobian[-1], jacobian[-1]])
+    assert (e.count, e.taken) == (len(values), True)
+    if "mode" in options:
+        _, named = reap(harvest.grad(f))(1.0)
+        same(named["c"].jacobian, jacobian[-1])
+        with pytest.raises(Undefined, match="only its last value is kept"):
+            _ = named["c"].cotangent
+
+
+def test_a_parameter_of_a_bounded_loop():
+    _, named = reap(harvest.grad(lambda w: grow(1.0, w)))(2.0)
+    h = 1e-6
+    n = len(by_hand(1.0)[0])
+    slope = (by_hand(1.0, 2 + h)[0] - by_hand(1.0, 2 - h)[0]) / (2 * h)
+    np.testing.assert_allclose(named["c"].jacobian[:n], slope, rtol=1e-7)
+
+
+def test_bounded_fori_loop():
+    f = lambda x, n: bounded_fori_loop(0, n, lambda i, c: sow(c * (i + 1), "c"), x, max_steps=6)
+    _, named = reap(jax.jit(harvest.grad(f)))(1.0, 3)
+    assert named["c"].value.tolist() == [1, 2, 6, 0, 0, 0]
+    assert named["c"].cotangent.tolist() == [6, 3, 1, 0, 0, 0]
+
+
+def test_plant_in_a_bounded_loop_may_decide_where_it_stops():
+    rows = jnp.arange(BOUND) * 3.0
+    assert plant(grow, {"c": rows})(1.0) == 12
+    assert jax.grad(lambda rows: plant(grow, {"c": rows})(1.0))(rows).tolist() == [
+        0, 0, 0, 0, 1, 0, 0, 0,
+    ]  # fmt: skip
+    lanes = jax.vmap(lambda x: plant(grow, {"c": rows * x})(x))(jnp.array([1.0, 2.0, 100.0]))
+    assert lanes.tolist() == [12, 12, 100]
+    assert plant(functools.partial(grow, mode="last"), {"c": 77.0})(1.0) == 77
+    _, named = reap(lambda x: plant(grow, {"c": rows})(x))(1.0)
+    assert named["c"].value.tolist() == [0, 3, 6, 9, 12, 0, 0, 0]
+
+
+# ---- windows ----
+
+
+def test_values_before_and_after_a_window():
+    x = jnp.arange(6.0)
+    f = lambda x: jnp.sum(
+        sow(reduce_window(sow(x * 2, "pre"), 0.0, lambda a, b: a + b, (2,), (1,)), "post") ** 2
+    )
+    _, named = reap(harvest.grad(f))(x)
+    post = 2 * (x[1:] + x[:-1])
+    same(named["post"].value, post)
+    same(named["post"].cotangent, 2 * post)
+    same(named["pre"].cotangent, np.convolve(2 * post, [1, 1]))
+
+
+def test_a_value_inside_a_reducer_has_one_row_an_offset():
+    x = jnp.arange(1.0, 7.0)
+    fold = lambda a, b: sow(a * 2 + b, "in")
+    f = lambda x: jnp.sum(reduce_window(x, 0.0, fold, (3,), (1,)))
+    _, named = reap(harvest.grad(f))(x)
+    rows = [np.asarray(x[:4])]
+    for k in (1, 2):
+        rows.append(2 * rows[-1] + np.asarray(x[k : k + 4]))
+    same(named["in"].value, rows)
+    same(named["in"].cotangent, [[4.0] * 4, [2.0] * 4, [1.0] * 4])
+
+
+# ---- nested gradients ----
+
+
+def loss(x, p):
+    return jnp.sum(jnp.sin(sow(p * x**2, "v")))
+
+
+def test_nested_grad_of_a_python_loss():
+    x = jnp.array([0.5, 1.5])
+    _, named = reap(lambda x, p: nested_grad(loss, x, p))(x, 2.0)
+    same(named["v"].value, 2 * x**2)
+    same(named["v"].cotangent, np.cos(2 * x**2))
+    _, named = reap(harvest.grad(lambda p: jnp.sum(nested_grad(loss, x, p) ** 2)))(2.0)
+    v, e = 2 * x**2, named["v"]
+    same(e.cotangent.value, np.cos(v))
+    # sum (cos(v) 2 p x)^2: its derivatives in v and in cos(v)
+    same(e.value.cotangent, -2 * np.cos(v) * np.sin(v) * (4 * x) ** 2)
+    same(e.cotangent.cotangent, 2 * np.cos(v) * (4 * x) ** 2)
