@@ -174,13 +174,13 @@ def reap(fun, *, lazy=False, attributes=("value", "tangent", "cotangent")):
             leaves[i] = x
         return run(*jax.tree.unflatten(tree, leaves), attach=False)
 
-    jitted = jax.jit(core, static_argnums=0)
+    compiled, jitted = isinstance(fun, jax.stages.Wrapped), jax.jit(core, static_argnums=0)
 
     @functools.wraps(fun)
     def reaped(*args, **kwargs):
         leaves, tree = jax.tree.flatten((args, kwargs))
-        compiled = isinstance(fun, jax.stages.Wrapped) and active.value is None
-        if not compiled or any(isinstance(x, jax.core.Tracer) for x in leaves):
+        outer = active.value is not None or any(isinstance(x, jax.core.Tracer) for x in leaves)
+        if outer or not compiled:
             return run(args, kwargs)
         moving = tuple(i for i, x in enumerate(leaves) if is_array(x))
         operands = [leaves[i] for i in moving]
