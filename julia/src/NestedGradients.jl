@@ -51,6 +51,7 @@ include("operators/jacobian.jl")
 include("operators/hvp.jl")
 include("operators/preparation.jl")
 include("sow.jl")
+include("harvested.jl")
 
 export AutoNested,
     Slot,

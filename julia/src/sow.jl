@@ -10,20 +10,21 @@ identity: under forward mode the recorded value is the dual number, whose partia
 value's derivative.
 """
 function sow(x, name::Symbol)
-    record!(x, name)
-    return x
+    y = harvested(x, name)
+    record!(y, name)
+    return y
 end
 
 function record!(x, name)
     sown = get(task_local_storage(), COLLECTOR, nothing)
     sown === nothing && return nothing
-    haskey(sown, name) &&
-        throw(ArgumentError(
-            "the name :$name was sown twice in one collect_sown; give each sown value a name of its own",
-        ))
+    haskey(sown, name) && twice(name)
     sown[name] = x
     return nothing
 end
+twice(name) = throw(ArgumentError(
+    "the name :$name was sown twice in one run; give each sown value a name of its own",
+))
 ChainRulesCore.@non_differentiable record!(::Any, ::Any)
 
 """

@@ -23,6 +23,7 @@ const FILES = [
     "layers.jl",
     "reports.jl",
     "sow.jl",
+    "harvested.jl",
     "doctests.jl",
 ]
 
