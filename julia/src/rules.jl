@@ -17,12 +17,12 @@ function ChainRulesCore.rrule(
     y = form(backend, h, args, slots, open; wanted)
     function form_pullback(Δ)
         H, z, s = opened(h, args, slots)
-        s = Base.setindex(s, inslot(plain(Δ), open, h !== H), O + 1)
+        s = replaced(s, inslot(plain(Δ), open, h !== H), Val(O + 1))
         dz = form(backend, H, z, (s..., nothing), Val(length(s)))
         dh = h === H ? NoTangent() : tangent(cfg, h, last(dz))
         dslots = ntuple(Val(length(slots))) do i
             (i == O + 1 || isconstantslot(slots[i])) && return NoTangent()
-            ds = form(backend, H, z, Base.setindex(s, nothing, i), Val(i - 1))
+            ds = form(backend, H, z, replaced(s, nothing, Val(i)), Val(i - 1))
             return tangent(cfg, slots[i], i == 1 || h === H ? ds : Base.front(ds))
         end
         dargs = tangent(cfg, args, h === H ? dz : Base.front(dz))
@@ -49,7 +49,7 @@ function ChainRulesCore.rrule(
     function value_and_cotangents_pullback(Δ)
         dy, c = nests(plain(Δ), (nothing, nothing))
         H, z, s = opened(h, args, (Unit(), nothing))
-        s = Base.setindex(s, inslot(c, Val(1), h !== H), 2)
+        s = replaced(s, inslot(c, Val(1), h !== H), Val(2))
         dz = added(
             form(backend, H, z, (s..., nothing), Val(2)),
             dy === nothing ?
@@ -91,7 +91,7 @@ function ChainRulesCore.frule(
                 backend,
                 H,
                 z,
-                Base.setindex(s, i == 1 || h === H ? ds : (ds..., nothing), i),
+                replaced(s, i == 1 || h === H ? ds : (ds..., nothing), Val(i)),
                 open,
             )),
         )
@@ -106,6 +106,12 @@ function opened(h, args, slots)
     widen(s) = s isa Tuple ? (s..., nothing) : s
     return skeleton, (args..., params), (first(slots), map(widen, Base.tail(slots))...)
 end
+# `Base.setindex` of a tuple, in a way that Zygote can differentiate whatever the entries are.
+replaced(t::Tuple, x, ::Val{1}) = (x, Base.tail(t)...)
+replaced(t::Tuple, x, ::Val{I}) where {I} = (
+    first(t),
+    replaced(Base.tail(t), x, Val(I - 1))...,
+)
 inslot(c, ::Val{O}, widened) where {O} = O > 0 && widened && c !== nothing ?
     (c..., nothing) :
     c

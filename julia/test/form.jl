@@ -62,12 +62,12 @@ const FUNCTIONS = [
 
 # the pairing of two nests, a missing part being zero
 filled(a, b) = a === nothing || b === nothing ? 0.0 : paired(a, b)
-paired(a::Union{Number,AbstractArray}, b) = dot(a, b)
+paired(a::Union{Number, AbstractArray}, b) = dot(a, b)
 paired(a, b) = a isa AbstractString ? 0.0 : sum(map(filled, values(a), values(b)))
 moved(z, s, t) = map((a, b) -> step(a, b, t), z, s)
-step(a, ::Nothing, t) = a
-step(a::Union{Number, AbstractArray}, b, t) = a .+ t .* b
-step(a::Union{Tuple, NamedTuple}, b, t) = map((x, y) -> step(x, y, t), a, b)
+step(a, b, t) = b === nothing ? a : stepped(a, b, t)
+stepped(a::Union{Number, AbstractArray}, b, t) = a .+ t .* b
+stepped(a, b, t) = map((x, y) -> step(x, y, t), a, b)
 
 # The derivative at 0 of a function of one number, as `differences` takes it.
 slope(f; h = 1.0e-3) = (8 * (f(h) - f(-h)) - (f(2h) - f(-2h))) / 12h
@@ -109,6 +109,15 @@ slope(f; h = 1.0e-3) = (8 * (f(h) - f(-h)) - (f(2h) - f(-2h))) / 12h
     )
 end
 
+refill32(x::AbstractFloat) = Float32(x)
+refill32(x::AbstractArray{<:AbstractFloat}) = Float32.(x)
+refill32(x::Union{Tuple, NamedTuple}) = map(refill32, x)
+refill32(x) = x
+eltypes(x::Number) = [typeof(x)]
+eltypes(x::AbstractArray) = [eltype(x)]
+eltypes(::Nothing) = []
+eltypes(x::Union{Tuple, NamedTuple}) = reduce(vcat, map(eltypes, values(x)); init = [])
+
 @testset "float32 stays float32" begin
     for (name, h, z, (u, v), c) in FUNCTIONS
         single(x) = refill32(x)
@@ -131,15 +140,6 @@ end
     )
     @test eltypes(cotangents) == [Float32, Float32]
 end
-refill32(x::AbstractFloat) = Float32(x)
-refill32(x::AbstractArray{<:AbstractFloat}) = Float32.(x)
-refill32(x::Union{Tuple, NamedTuple}) = map(refill32, x)
-refill32(x) = x
-eltypes(x::Number) = [typeof(x)]
-eltypes(x::AbstractArray) = [eltype(x)]
-eltypes(::Nothing) = []
-eltypes(x::Union{Tuple, NamedTuple}) = reduce(vcat, map(eltypes, values(x)); init = [])
-
 @testset "zero stays nothing" begin
     h(x, p) = sum(x .* p.a)
     z = ([1.0, 2.0], (a = [3.0, 4.0], b = [5.0], n = 2, label = "x"))

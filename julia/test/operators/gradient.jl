@@ -54,6 +54,11 @@ weigh(g::Union{Tuple, NamedTuple}) = sum(map(weigh, values(g)))
 values_of(p::ComponentArray) = getdata(p)
 values_of(p) = p
 
+plainly(p) = p
+plainly(p::ComponentArray) = Vector(getdata(p))
+like(q, p) = q
+like(q, p::ComponentArray) = ComponentArray(q, getfield(p, :axes))
+
 @testset "$name, $modifier" for (name, f0, x0, p0) in SCENARIOS, (
         modifier,
         modify,
@@ -100,11 +105,6 @@ values_of(p) = p
         rtol = 1.0e-6,
     )
 end
-plainly(p) = p
-plainly(p::ComponentArray) = Vector(getdata(p))
-like(q, p) = q
-like(q, p::ComponentArray) = ComponentArray(q, getfield(p, :axes))
-
 @testset "float32" begin
     f(x, ps) = sum(abs2, tanh.(ps.W * x .+ ps.b))
     x, ps = Float32[0.3 -0.4; 1.0 0.2],
