@@ -13,6 +13,10 @@ const FUNCTIONS = Dict{Int, UserFunction}()
 const FUNCTIONS_LOCK = Base.Threads.SpinLock()
 const LAST_FUNCTION = Ref(0)
 
+# The modules that code was evaluated in. Julia collects a module that nobody names, but not the
+# methods and types that were defined in it, and the next type inference then reads freed memory.
+const SPACES = Module[]
+
 function add_function(f::UserFunction)
     return lock(FUNCTIONS_LOCK) do
         id = LAST_FUNCTION[] += 1
@@ -43,6 +47,7 @@ function register(;
     borrow = false,
 )
     space = Module(:PyBridgeUser)
+    push!(SPACES, space)
     for package in packages
         use(space, package)
     end

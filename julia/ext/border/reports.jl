@@ -38,12 +38,13 @@ function user_lines(backtrace)
     for frame in stacktrace(backtrace)
         length(lines) == MOST_LINES && break
         frame.from_c && continue
-        source = get(SOURCES, frame.file, nothing)
+        file = chopprefix(String(frame.file), "./")
+        source = get(SOURCES, Symbol(file), nothing)
         line = if source !== nothing
             text = get(source, frame.line, "")
-            "line $(frame.line) of $(frame.file): $(strip(text))"
-        elseif is_users(String(frame.file))
-            "$(frame.file):$(frame.line), in $(frame.func)"
+            "line $(frame.line) of $file: $(strip(text))"
+        elseif is_users(file)
+            "$file:$(frame.line), in $(frame.func)"
         else
             continue
         end
@@ -54,7 +55,7 @@ function user_lines(backtrace)
 end
 
 # Not Base's frames, which carry relative names, nor those of a package.
-is_users(file::String) = isabspath(file) &&
+is_users(file::AbstractString) = isabspath(file) &&
     !startswith(file, dirname(Sys.BINDIR)) &&
     !startswith(file, Sys.STDLIB) &&
     !any(folder -> startswith(file, folder), package_folders())
