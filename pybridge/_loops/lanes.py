@@ -60,6 +60,59 @@ def batch(bind, axis, operands, dims, *, cond, step, bound, reverse, checkpoints
     return outs, [0, *carry_dims, *y_dims]
 
 
+def batch_fold(bind, axis, operands, dims, *, advance, fold, counts, **shared):
+    """The batching rule of a fold along a trajectory."""
+    batched = [d is not None for d in dims]
+    (b_length,), b_consts, b_x, b_r = split(batched, *counts)
+    if b_length:
+        b_x, b_r = [True] * len(b_x), [True] * len(b_r)
+    b_x = _fixed_point(advance, b_consts, b_x, [])
+    b_r = _fixed_point(fold, b_consts + b_x, b_r, [])
+    flat = [b_length, *b_consts, *b_x, *b_r]
+    arrive = lambda x, d, want: _lanes_at(x, d, 0, axis.size) if want else x
+    (length,), consts, x, r = split(list(map(arrive, operands, dims, flat)), *counts)
+    advance = steps.mapped(advance, axis, tuple(b_consts + b_x), tuple(b_x))
+    fold = steps.mapped(fold, axis, tuple(b_consts + b_x + b_r), tuple(b_r))
+    if b_length:
+        length, consts, x, advance, fold = _fold_lengths(
+            length, consts, x, r, advance, fold, b_consts
+        )
+    outs = bind(length, consts, x, r, advance=advance, fold=fold, **shared)
+    return outs, [0 if b else None for b in b_r]
+
+
+def _fold_lengths(lengths, consts, x, r, advance, fold, b_consts):
+    """A length each: the state also counts its step, and a lane past its length holds still."""
+    n = len(consts), len(x)
+
+    def inside(args):
+        (lengths,), consts, (i,), rest = split(args, 1, n[0], 1)
+        inside = i < lengths
+        lane = jnp.argmax(inside)
+        consts = [_borrow(inside, c, lane) if b else c for c, b in zip(consts, b_consts)]
+        return i, inside, consts, rest, [_borrow(inside, v, lane) for v in rest]
+
+    def masked_advance(*args):
+        i, here, consts, x, held = inside(args)
+        after = jaxpr_as_fun(advance)(*consts, *held)
+        return [i + jnp.int32(1), *(_where(here, a, v) for a, v in zip(after, x))]
+
+    def masked_fold(*args):
+        _, here, consts, rest, held = inside(args)
+        after = jaxpr_as_fun(fold)(*consts, *held)
+        return [_where(here, a, v) for a, v in zip(after, rest[n[1] :])]
+
+    consts, x = [lengths, *consts], [jnp.int32(0), *x]
+    avals = [jax.typeof(v) for v in (*consts, *x)]
+    return (
+        jnp.max(lengths),
+        consts,
+        x,
+        steps.trace(masked_advance, avals),
+        steps.trace(masked_fold, [*avals, *map(jax.typeof, r)]),
+    )
+
+
 def _fixed_point(step, b_consts, b_carry, b_xs):
     while True:
         out = steps.depends(step, b_consts + b_carry + b_xs)

@@ -114,13 +114,14 @@ loop_p.def_impl(lambda *operands, **params: _compiled(tuple(sorted(params.items(
 # ---- forward mode: the loop on dual carries ----
 
 
-def _moves(t):
+def moves(t):
+    """Whether a tangent is there at all."""
     return type(t) is not ad.Zero and jax.typeof(t).dtype != jax.dtypes.float0
 
 
 def _jvp(primals, tangents, *, cond, step, bound, reverse, checkpoints, counts):
     control, consts, carry, xs = parts(primals, counts)
-    dots = parts([t if _moves(t) else None for t in tangents], counts)
+    dots = parts([t if moves(t) else None for t in tangents], counts)
     moving = [[t is not None for t in group] for group in dots]
     _, m_consts, m_carry, m_xs = moving
     while True:
@@ -130,16 +131,11 @@ def _jvp(primals, tangents, *, cond, step, bound, reverse, checkpoints, counts):
             break
         m_carry = m_next
     m_ys = out[len(carry) :]
-    dual = _dual_step(step, tuple(m_consts), tuple(m_carry), tuple(m_xs), tuple(m_ys))
-    start = [
-        ad.instantiate_zeros(ad.Zero(jax.typeof(x).to_tangent_aval())) if t is None else t
-        for x, t, m in zip(carry, dots[2], m_carry)
-        if m
-    ]
+    dual = dual_step(step, tuple(m_consts), tuple(m_carry), tuple(m_xs), tuple(m_ys))
     outs = bind(
         control,
         consts + select(m_consts, dots[1]),
-        carry + start,
+        carry + dots_of(carry, dots[2], m_carry),
         xs + select(m_xs, dots[3]),
         cond=cond and _ignore(cond, counts[0], tuple(m_carry)),
         step=dual,
@@ -163,8 +159,14 @@ def _jvp(primals, tangents, *, cond, step, bound, reverse, checkpoints, counts):
 ad.primitive_jvps[loop_p] = _jvp
 
 
+def dots_of(xs, dots, moving):
+    """The tangents of those that move, zeros where one starts at rest."""
+    zero = lambda x: ad.instantiate_zeros(ad.Zero(jax.typeof(x).to_tangent_aval()))
+    return [zero(x) if t is None else t for x, t, m in zip(xs, dots, moving) if m]
+
+
 @steps.remember
-def _dual_step(step, m_consts, m_carry, m_xs, m_ys):
+def dual_step(step, m_consts, m_carry, m_xs, m_ys):
     """The tangent of the step with its operands sorted as (consts, carry, x) again."""
     n = len(m_consts), len(m_carry), len(m_xs)
     dual = steps.tangent(step, m_consts + m_carry + m_xs, m_carry + m_ys)

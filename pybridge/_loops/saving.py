@@ -1,10 +1,12 @@
 """What the forward pass of a loop keeps for its linear part, and within which memory.
 
 Linearising a loop splits its step into what is known and what is linear in the unknowns. Between
-the two stand residuals, and there are two ways to hand them over:
+the two stand residuals, and there are three ways to hand them over:
 
 - *residuals*: each step's residuals are saved as rows, and nothing is computed twice;
-- *states*: each step's carry is saved, and the linear loop computes the residuals from it again.
+- *states*: each step's carry is saved, and the linear loop computes the residuals from it again;
+- *checkpoints*: only the start is handed over, and the linear part is a fold along the trajectory,
+  which it computes again (see ``trajectory``).
 
 A residual that depends on the loop's constants alone is computed once, outside the loop, and one
 that is an operand is not saved at all: weights are never stacked. Where the carry holds a buffer of
@@ -19,12 +21,17 @@ from typing import NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from pybridge._loops import steps
+from pybridge._loops import steps, trajectory
 from pybridge._loops.steps import invert, select, split
 
 # Rows are filled by XLA before the loop starts, for the whole bound. Up to this many bytes that
 # costs less than computing residuals again.
 FREE_BYTES = 2**18
+
+# The most that checkpoints="auto" fills with rows, unless a few single states are larger than that:
+# then checkpoints of states would save nothing.
+BUDGET_BYTES = 2**24
+FEW_STATES = 8
 
 
 class Plan(NamedTuple):
@@ -35,17 +42,38 @@ class Plan(NamedTuple):
     run_unknown: Callable  # what was handed over, unknown operands -> unknown results
 
 
+class Halved(NamedTuple):
+    """A loop whose step is in two halves; u_ and k_ flag what is unknown and known."""
+
+    halves: steps.Halves
+    u_consts: list
+    u_start: list  # carries that are unknown from the start
+    u_carry: list  # carries that are, or become, unknown
+    u_xs: list
+    u_ys: list
+    has_cond: bool
+
+    @property
+    def n(self):
+        """The numbers of known consts, carries and rows."""
+        return tuple(len(u) - sum(u) for u in (self.u_consts, self.u_carry, self.u_xs))
+
+    @property
+    def n_out(self):
+        """The number of known results of the step."""
+        return self.n[1] + len(self.u_ys) - sum(self.u_ys)
+
+
 def plan(bind, unknown, *, cond, step, bound, reverse, checkpoints, counts):
     """How to split the loop, or None where it stays whole; ``bind`` binds a loop."""
     u_control, u_consts, u_start, u_xs = split(unknown, *counts)
-    n_carry = len(u_start)
     if any(u_control) or not any(unknown) or bound is None:
         return None
     u_carry = u_start
     while True:
-        keep = tuple(u_carry) + (False,) * (len(step.out_avals) - n_carry)
+        keep = tuple(u_carry) + (False,) * (len(step.out_avals) - len(u_carry))
         halves = steps.halves(step, tuple(u_consts + u_carry + u_xs), keep)
-        u_after, u_ys = split(halves.out_unknown, n_carry)
+        u_after, u_ys = split(halves.out_unknown, len(u_carry))
         if u_after == u_carry:
             break
         u_carry = u_after
@@ -53,70 +81,135 @@ def plan(bind, unknown, *, cond, step, bound, reverse, checkpoints, counts):
         return None
     if cond is not None and any(steps.depends(cond, [False] * counts[0] + u_carry)):
         return None
-
-    n = tuple(len(u) - sum(u) for u in (u_consts, u_carry, u_xs))
-    n_out = n[1] + len(u_ys) - sum(u_ys)
-    keeping = _keep(halves.known, n, n_out, bound)
-    first = _known_step(halves.known, keeping, n, n_out)
-    second = _linear_step(halves, keeping, n, n_out, sum(u_consts), sum(u_carry))
-    known_carry = tuple(invert(u_carry))
-    known_cond = cond and steps.restrict(cond, (True,) * counts[0] + known_carry, (True,))
+    loop = Halved(halves, u_consts, u_start, u_carry, u_xs, u_ys, cond is not None)
+    k_cond = cond and steps.restrict(cond, (True,) * counts[0] + tuple(invert(u_carry)), (True,))
+    keeping = _keep(halves.known, loop.n, loop.n_out, bound)
+    slots = _slots(loop, keeping, bound, checkpoints)
     shared = {"bound": bound, "reverse": reverse, "checkpoints": checkpoints}
+    if slots is None:
+        known, unknown = _rows(bind, loop, keeping, k_cond, shared)
+    else:
+        known, unknown = _trajectory(bind, loop, keeping, k_cond, shared, slots)
 
     def run_known(operands):
         operands = iter(operands)
         take = lambda mask: [None if u else next(operands) for u in mask]
         control, consts, start, xs = map(take, (u_control, u_consts, u_start, u_xs))
-        consts, xs = (select(invert(u), v) for u, v in ((u_consts, consts), (u_xs, xs)))
-        carry = select(known_carry, start)
-        outs = bind(control, consts, carry, xs, cond=known_cond, step=first, **shared)
-        outs, saved = split(outs, int(cond is not None) + n_out)
-        length = outs[0] if cond is not None else control[0]
-        fixed = jaxpr_as_fun(keeping.fixed)(*consts)
+        consts, xs = select(invert(u_consts), consts), select(invert(u_xs), xs)
+        outs, handed = known(control, consts, select(invert(u_carry), start), xs)
         # A carry that starts known and becomes unknown hands over its start.
-        late = [x for x, u, k in zip(start, u_start, known_carry) if not (u or k)]
-        again = select(keeping.consts, consts)
-        return outs, [length, *fixed, *again, *saved, *select(keeping.xs, xs), *late]
+        late = [x for x, s, c in zip(start, u_start, u_carry) if c and not s]
+        return outs, [*late, *handed]
 
     def run_unknown(handed, operands):
-        length, fixed, consts, saved, xs, late = split(
-            handed, 1, len(keeping.fixed.out_avals), sum(keeping.consts), keeping.n_saved,
-            sum(keeping.xs),
-        )  # fmt: skip
+        late, handed = split(handed, sum(u_carry) - sum(u_start))
         u_c, u_s, u_x = split(operands, sum(u_consts), sum(u_start))
         u_s, late = iter(u_s), iter(late)
-        carry = [next(u_s) if u else next(late) for u in select(u_carry, u_start)]
-        return bind(
-            length, [*fixed, *consts, *u_c], carry, [*saved, *xs, *u_x], cond=None, step=second,
-            **shared,
+        start = [next(u_s) if u else next(late) for u in select(u_carry, u_start)]
+        return unknown(handed, u_c, start, u_x)
+
+    return Plan([False] * loop.has_cond + u_carry + u_ys, run_known, run_unknown)
+
+
+def _run(bind, loop, control, consts, carry, xs, cond, step, shared):
+    """The known loop: its results, further rows, and its length."""
+    outs = bind(control, consts, carry, xs, cond=cond, step=step, **shared)
+    outs, rows = split(outs, int(loop.has_cond) + loop.n_out)
+    return outs, rows, outs[0] if loop.has_cond else control[0]
+
+
+# ---- the three ways ----
+
+
+def _rows(bind, loop, keeping, cond, shared):
+    """By residuals or by states: rows of either."""
+    first = _known_step(loop.halves.known, keeping, loop.n, loop.n_out)
+    second = _linear_step(loop, keeping)
+    sizes = (1, len(keeping.fixed.out_avals), sum(keeping.consts), keeping.n_rows)
+
+    def known(control, consts, carry, xs):
+        outs, rows, length = _run(bind, loop, control, consts, carry, xs, cond, first, shared)
+        fixed = jaxpr_as_fun(keeping.fixed)(*consts)
+        again = select(keeping.consts, consts)
+        return outs, [length, *fixed, *again, *rows, *select(keeping.xs, xs)]
+
+    def unknown(handed, u_consts, start, u_xs):
+        length, fixed, again, rows, xs = split(handed, *sizes)
+        consts, xs = [*fixed, *again, *u_consts], [*rows, *xs, *u_xs]
+        return bind(length, consts, start, xs, cond=None, step=second, **shared)
+
+    return known, unknown
+
+
+def _trajectory(bind, loop, keeping, cond, shared, slots):
+    """By checkpoints: a fold that starts where the loop started."""
+    n_consts, n_carry, _ = loop.n
+    every = keeping._replace(
+        saved=(), states=tuple(range(n_carry)), consts=(True,) * n_consts, xs=()
+    )
+    first = _known_step(loop.halves.known, every._replace(states=()), loop.n, loop.n_out)
+    second = _linear_step(loop, every)
+    n = len(every.fixed.out_avals), n_consts, sum(loop.u_consts), sum(loop.u_carry)
+    c, r, x = split(second.in_avals, n[0] + n[1] + n[2], n[3])
+
+    def fold(*args):
+        c, x, r = split(args, n[0] + n[1] + n[2], n_carry)
+        return jaxpr_as_fun(second)(*c, *r, *x)
+
+    def advance(*args):
+        _, consts, _, x = split(args, *n[:3])
+        return jaxpr_as_fun(first)(*consts, *x)
+
+    fold, advance = steps.trace(fold, [*c, *x, *r]), steps.trace(advance, [*c, *x])
+
+    def known(control, consts, carry, xs):
+        outs, _, length = _run(bind, loop, control, consts, carry, xs, cond, first, shared)
+        return outs, [length, *jaxpr_as_fun(every.fixed)(*consts), *consts, *carry]
+
+    def unknown(handed, u_consts, start, _):
+        (length,), consts, carry = split(handed, 1, n[0] + n[1])
+        return trajectory.bind(
+            length, consts + u_consts, carry, start,
+            advance=advance, fold=fold, bound=shared["bound"], slots=slots, reverse=False,
         )  # fmt: skip
 
-    out_unknown = [False] * int(cond is not None) + u_carry + u_ys
-    return Plan(out_unknown, run_known, run_unknown)
+    return known, unknown
+
+
+# ---- which of them ----
 
 
 class Keeping(NamedTuple):
-    """Where each residual of a step comes from: (kind, index) into one of the lists below."""
+    """Where each residual of a step comes from, and what is kept for that."""
 
-    source: tuple
+    source: tuple  # a (kind, index) each: fixed, saved, a state or a row of xs
     fixed: ClosedJaxpr  # known consts -> residuals that depend on nothing else
-    saved: tuple  # indices of the residuals that are saved as rows
-    states: tuple  # indices of the known carries that are saved as rows
+    saved: tuple  # indices of the residuals that are saved as rows; if none are, they are computed
+    states: tuple  # indices of the known carries that are saved as rows, ascending
     consts: tuple  # flags of the known consts that the linear step computes residuals from
     xs: tuple  # flags of the known rows that the linear step needs
 
     @property
-    def n_saved(self):
+    def n_rows(self):
         return len(self.saved) + len(self.states)
+
+    def row_bytes(self, known, n, n_out):
+        avals = [known.out_avals[n_out + i] for i in self.saved]
+        return _bytes(avals + [known.in_avals[n[0] + j] for j in self.states])
+
+
+def _bytes(avals):
+    return sum(math.prod(a.shape) * a.dtype.itemsize for a in avals)
 
 
 @steps.remember
 def _keep(known, n, n_out, bound):
+    """By residuals or by states, whichever fills fewer bytes with rows."""
     n_consts, n_carry, n_xs = n
     variables = known.jaxpr.outvars[n_out:]
     place = {v: i for i, v in enumerate(known.jaxpr.invars)}
     used = steps.dependencies(known)[n_out:]
-    source, fixed, saved, states, rows = [], [], {}, {}, set()
+    source, fixed, saved, states, rows = [], [], {}, set(), set()
     for i, v in enumerate(variables):
         at = None if isinstance(v, Literal) else place.get(v)
         if not any(used[i][n_consts:]):
@@ -125,37 +218,48 @@ def _keep(known, n, n_out, bound):
         elif at is None:
             source.append(("saved", saved.setdefault(v, (len(saved), i))[0]))
         elif at < n_consts + n_carry:
-            source.append(("state", states.setdefault(at - n_consts, len(states))))
+            source.append(("state", at - n_consts))
+            states.add(at - n_consts)
         else:
             source.append(("row", at - n_consts - n_carry))
             rows.add(at - n_consts - n_carry)
-    saved = [i for _, i in saved.values()]
+    saved = tuple(i for _, i in saved.values())
     only = lambda chosen: tuple(i in chosen for i in range(n_out + len(variables)))
     just_consts = tuple(i < n_consts for i in range(sum(n)))
     fixed = steps.restrict(known, just_consts, only([n_out + i for i in fixed]))
     none, flags = (False,) * n_consts, tuple(k in rows for k in range(n_xs))
-    by_residuals = Keeping(tuple(source), fixed, tuple(saved), tuple(states), none, flags)
-    if not saved:
+    by_residuals = Keeping(tuple(source), fixed, saved, tuple(sorted(states)), none, flags)
+    residual_bytes = by_residuals.row_bytes(known, n, n_out)
+    if not saved or bound * residual_bytes <= FREE_BYTES:
         return by_residuals
 
     again = steps.needs(known, only([n_out + i for i in saved]))
     a_consts, a_carry, a_xs = split(again, n_consts, n_carry)
-    for j in select(a_carry, range(n_carry)):
-        states.setdefault(j, len(states))
-    flags = tuple(a or b for a, b in zip(flags, a_xs))
     by_states = by_residuals._replace(
-        saved=(), states=tuple(states), consts=tuple(a_consts), xs=flags
+        saved=(),
+        states=tuple(sorted(states | set(select(a_carry, range(n_carry))))),
+        consts=tuple(a_consts),
+        xs=tuple(a or b for a, b in zip(flags, a_xs)),
     )
-    sizes = [(_row_bytes(known, k, n_consts, n_out), k) for k in (by_residuals, by_states)]
-    if bound * sizes[0][0] <= FREE_BYTES:
-        return by_residuals
-    return min(sizes, key=lambda pair: pair[0])[1]
+    state_bytes = by_states.row_bytes(known, n, n_out)
+    return by_residuals if residual_bytes <= state_bytes else by_states
 
 
-def _row_bytes(known, keeping, n_consts, n_out):
-    avals = [known.out_avals[n_out + i] for i in keeping.saved]
-    avals += [known.in_avals[n_consts + j] for j in keeping.states]
-    return sum(math.prod(a.shape) * a.dtype.itemsize for a in avals)
+def _slots(loop, keeping, bound, checkpoints):
+    """How many states a fold may keep, or None where rows for every step fit."""
+    known = loop.halves.known
+    if loop.u_xs or loop.u_ys or checkpoints == "all":
+        return None
+    if checkpoints != "auto":
+        return None if checkpoints >= bound else int(checkpoints)
+    state = _bytes(known.in_avals[loop.n[0] :])
+    filled = bound * keeping.row_bytes(known, loop.n, loop.n_out)
+    if filled <= max(BUDGET_BYTES, FEW_STATES * state):
+        return None
+    return max(2, BUDGET_BYTES // state)
+
+
+# ---- the steps of both loops ----
 
 
 @steps.remember
@@ -170,13 +274,19 @@ def _known_step(known, keeping, n, n_out):
     return steps.trace(step, known.in_avals)
 
 
+def _linear_step(loop, keeping):
+    return _linear_step_of(
+        loop.halves, keeping, loop.n, loop.n_out, sum(loop.u_consts), sum(loop.u_carry)
+    )
+
+
 @steps.remember
-def _linear_step(halves, keeping, n, n_out, n_consts, n_carry):
+def _linear_step_of(halves, keeping, n, n_out, n_u_consts, n_u_carry):
     """The unknown half on rows of what was kept; its consts are fixed, again, unknown."""
     known, unknown = halves.known, halves.unknown
     k_consts, k_carry, k_xs = split(known.in_avals, n[0], n[1])
     _, u_avals = split(unknown.in_avals, len(keeping.source))
-    u_consts, u_carry, u_xs = split(u_avals, n_consts, n_carry)
+    u_consts, u_carry, u_xs = split(u_avals, n_u_consts, n_u_carry)
     groups = [
         keeping.fixed.out_avals,
         select(keeping.consts, k_consts),
@@ -188,23 +298,19 @@ def _linear_step(halves, keeping, n, n_out, n_consts, n_carry):
         u_xs,
     ]
     computed = [kind == "saved" and not keeping.saved for kind, _ in keeping.source]
-    wanted = (False,) * n_out + tuple(computed)
+    here = (*keeping.consts, *(j in keeping.states for j in range(n[1])), *keeping.xs)
 
     def step(*args):
         fixed, consts, u_c, u_s, saved, states, xs, u_x = split(args, *map(len, groups[:-1]))
-        states = dict(zip(keeping.states, states))
-        rows = dict(zip(select(keeping.xs, range(n[2])), xs))
         again = iter(())
         if any(computed):
-            here = (*keeping.consts, *(j in states for j in range(n[1])), *keeping.xs)
-            again = iter(
-                jaxpr_as_fun(steps.restrict(known, here, wanted))(*consts, *_in_order(states), *xs)
-            )
+            part = steps.restrict(known, here, (False,) * n_out + tuple(computed))
+            again = iter(jaxpr_as_fun(part)(*consts, *states, *xs))
         pick = {
             "fixed": fixed,
             "saved": saved,
-            "state": [states[j] for j in keeping.states],
-            "row": rows,
+            "state": dict(zip(keeping.states, states)),
+            "row": dict(zip(select(keeping.xs, range(n[2])), xs)),
         }
         residuals = [
             next(again) if c else pick[kind][i] for c, (kind, i) in zip(computed, keeping.source)
@@ -212,7 +318,3 @@ def _linear_step(halves, keeping, n, n_out, n_consts, n_carry):
         return jaxpr_as_fun(unknown)(*residuals, *u_c, *u_s, *u_x)
 
     return steps.trace(step, list(itertools.chain(*groups)))
-
-
-def _in_order(table):
-    return [table[k] for k in sorted(table)]
