@@ -14,7 +14,7 @@ import functools
 
 import jax
 
-from ._harvest import bounded  # noqa: F401 (teaches reap the bounded loops)
+from ._harvest import bounded, julia  # noqa: F401 (they teach reap pybridge's own primitives)
 from ._harvest.entries import ATTRIBUTES, Entries, Entry, Layout, Reaped, Undefined
 from ._harvest.forms import Ask
 from ._harvest.linear import linearize
@@ -77,6 +77,7 @@ def nest(fun, scope):
     """``fun`` with ``scope`` put before every name that it sows.
 
     ``scope`` is a name or a path, as for :func:`sow`. The same function may so be used many times.
+    Names that Julia code sows stay as they are.
 
     >>> from pybridge.harvest import nest, reap, sow
     >>> f = lambda x: sow(x * 2.0, "y")

@@ -22,7 +22,7 @@ class Undefined(HarvestError, AttributeError):
     """An attribute of an entry that the transformations did not make defined."""
 
 
-_LETTER = re.compile(r"(p|t|[cj]\d+)$")
+_LETTER = re.compile(r"(p|t|c|[cj]\d+)$")
 
 
 ATTRIBUTES = {"value": "p", "tangent": "t", "cotangent": "c", "jacobian": "j"}

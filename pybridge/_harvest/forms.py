@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import primitives as prims
 
-from .primitive import HarvestError, show, sow_p, sows_in, subjaxprs
+from .primitive import HarvestError, show, sow_p, sown_in_eqn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +153,7 @@ class JaxprForm:
             if eqn.primitive is sow_p:
                 self.parts[i] = SowForm(eqn)
                 continue
-            held = [p for j in subjaxprs(eqn.params) for p in sows_in(j)]
+            held = sown_in_eqn(eqn)
             if not held:
                 continue
             if eqn.primitive not in RULES:
@@ -166,6 +166,7 @@ class JaxprForm:
                 )
             form = RULES[eqn.primitive](eqn, inner)
             self.parts[i] = form
+        share_points(self.parts.values())
         self.spots = tuple(s.under(f"{i}") for i, form in self.parts.items() for s in form.spots)
 
     def call(self, consts, args, ask):
@@ -183,6 +184,17 @@ class JaxprForm:
                     outs = run_eqn(eqn, invals)
             env.update(zip(eqn.outvars, outs))
         return [read(v) for v in self.jaxpr.outvars], vals
+
+
+def share_points(parts):
+    """Let forms that are derivatives of one call, at one point, settle which of them gives its values."""
+    points = {}
+    for form in parts:
+        if getattr(form, "point", None) is not None:
+            points.setdefault(form.point, []).append(form)
+    for forms in points.values():
+        if len(forms) > 1:
+            forms[0].share(forms)
 
 
 class SowForm:

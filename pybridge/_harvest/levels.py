@@ -267,7 +267,7 @@ class Reverse(Differentiation):
             return (outs[: self.n_out], {i: vals[i] for i in poked}), (outs, vals)
 
         _, pull, (outs, vals) = jax.vjp(parts, list(operands), zeros | p.eps, has_aux=True)
-        out, aux = outs[: self.n_out], outs[self.n_out :]
+        out, aux = [jnp.asarray(y) for y in outs[: self.n_out]], outs[self.n_out :]
         got = {("p", *i): vals[i] for i in p.want}
         derivatives = []
         for o, (y, c) in enumerate(zip(out, cts)):
@@ -323,7 +323,7 @@ def jacobians_of(form, fn, operands, ask, holomorphic):
 
     spots = {s.id: s for s in form.spots}
     rows = sum(math.prod(spots[i].shape) for i in ids)
-    columns = sum(operands[k].size for k in wanted)
+    columns = sum(math.prod(jnp.shape(operands[k])) for k in wanted)
     if any(spots[i].blind for i in ids):
         forward = True
     elif holds(form.jaxpr, {getattr(primitives, "custom_vjp_call_p", None)}):

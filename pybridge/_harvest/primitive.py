@@ -48,6 +48,11 @@ scopes = jax.make_user_context(())  # the prefixes that `nest` has opened
 sow_p = Primitive("sow")
 sow_p.multiple_results = True
 _uids = itertools.count()
+HIDDEN = {}  # primitive -> function of its parameters: what is sown where no jaxpr shows it
+
+
+def new_uid():
+    return next(_uids)
 
 
 def path_of(name, argument="name"):
@@ -97,7 +102,7 @@ def sow(value, name, mode):
                 f"sow({show(path)}): value{at} is {leaf!r} of type {type(leaf).__name__}; accepted: "
                 f"arrays and numbers. Sow only the arrays of this value."
             )
-    uid, where = next(_uids), _caller()
+    uid, where = new_uid(), _caller()
     if active.value is not None:
         active.value.register(uid, path, where)
     out = sow_p.bind(
@@ -192,19 +197,21 @@ def subjaxprs(value):
             yield from subjaxprs(v)
 
 
+def sown_in_eqn(eqn):
+    """Parameters of the sows in an equation, at any depth."""
+    if eqn.primitive is sow_p:
+        return [eqn.params]
+    if eqn.primitive in HIDDEN:
+        return list(HIDDEN[eqn.primitive](eqn.params))
+    return [p for inner in subjaxprs(eqn.params) for p in sows_in(inner)]
+
+
 def sows_in(jaxpr):
-    """All sow equations of a jaxpr, those of inner jaxprs included: a tuple of parameter dicts."""
+    """Parameters of all sows of a jaxpr, those of inner jaxprs included."""
     with _lock:
         known = _sows.get(jaxpr)
     if known is None:
-        found = []
-        for eqn in jaxpr.eqns:
-            if eqn.primitive is sow_p:
-                found.append(eqn.params)
-            else:
-                for inner in subjaxprs(eqn.params):
-                    found.extend(sows_in(inner))
-        known = tuple(found)
+        known = tuple(p for eqn in jaxpr.eqns for p in sown_in_eqn(eqn))
         with _lock:
             _sows[jaxpr] = known
     return known
