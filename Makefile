@@ -21,7 +21,7 @@ $(VENV)/.demo: pyproject.toml
 
 $(VENV)/.test: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test,notebooks]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test,notebooks,docs]"
 	touch $@
 
 clean:

@@ -3,6 +3,8 @@
 import jax
 import pytest
 
+pytest_plugins = ["julia_fixture"]
+
 
 @pytest.fixture
 def x64():

@@ -19,6 +19,16 @@ class Julia:
             self._functions[key] = julia_function(code, using=using, name=name)
         return self._functions[key]
 
+    def packages(self, *names) -> dict[str, str]:
+        """The versions of the named packages, of those that are loaded."""
+        from pybridge.julia.runtime import runtime
+
+        answer = runtime().ask(
+            "join([string(key.name, '=', pkgversion(mod)) for (key, mod) in Base.loaded_modules], ' ')"
+        )
+        versions = dict(entry.split("=") for entry in answer.split())
+        return {name: versions[name] for name in names if name in versions}
+
 
 def live_julia():
     """``(Julia, "")``, or ``(None, why)`` where there is none or ``PYBRIDGE_CROSSCHECK=jax``."""

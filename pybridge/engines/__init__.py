@@ -1,7 +1,5 @@
 """Who evaluates a function and its derivatives: JAX itself (the embedded default) or Julia."""
 
-import functools
-
 ENGINES = ("jax", "julia")
 
 
@@ -46,18 +44,6 @@ def _julia_engine():
 
 def as_julia(f):
     """``f`` as a ``JuliaFunction``, or None where it has nothing to do with Julia."""
-    from pybridge.engines.julia import JuliaFunction
+    from pybridge.engines.julia import as_julia_function
 
-    if isinstance(f, JuliaFunction):
-        return f
-    if type(f).__module__.partition(".")[0] == "juliacall" and callable(f):
-        return _of_julia_object(f)
-    return None
-
-
-@functools.lru_cache(maxsize=128)
-def _of_julia_object(f):
-    # One JuliaFunction an object, so that using it again traces nothing again.
-    from pybridge.engines.julia import julia_function
-
-    return julia_function(f)
+    return as_julia_function(f)
