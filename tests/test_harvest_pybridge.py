@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pybridge import bounded_fori_loop, bounded_while_loop, harvest, nested_grad, reduce_window
-from pybridge.harvest import Undefined, plant, reap, sow
+from pybridge.harvest import HarvestError, Undefined, plant, reap, sow
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -34,8 +34,11 @@ def by_hand(x, w=2.0):
     return np.array(values), jacobian[-1:] / jacobian, jacobian
 
 
-@pytest.mark.parametrize("options", [{}, {"checkpoints": 2}], ids=["", "checkpoints"])
-@pytest.mark.parametrize("grad", [harvest.grad, jax.grad], ids=["harvest", "jax"])
+@pytest.mark.parametrize(
+    ("grad", "options"),
+    [(harvest.grad, {}), (harvest.grad, {"checkpoints": 2}), (jax.grad, {})],
+    ids=["harvest", "harvest, checkpoints", "jax"],
+)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["", "jit"])
 def test_bounded_while_loop(options, grad, wrap):
     out, named = reap(wrap(grad(functools.partial(grow, **options))))(1.0)
@@ -49,6 +52,13 @@ def test_bounded_while_loop(options, grad, wrap):
     assert (e.count, e.taken.tolist()) == (n, [True] * n + [False] * (BOUND - n))
     if grad is harvest.grad:
         same(e.jacobian[:n], jacobian)
+
+
+def test_jax_s_own_grad_of_a_checkpointed_loop_is_refused():
+    """It folds the loop by a primitive of its own, in which a sow is hidden."""
+    f = functools.partial(grow, checkpoints=2)
+    with pytest.raises(HarvestError, match=r"'c' is sown at .* use pybridge\.harvest\.grad"):
+        reap(jax.grad(f))(1.0)
 
 
 def test_bounded_while_loop_under_vmap():

@@ -162,7 +162,8 @@ class JaxprForm:
                     f"{show(p['path'])} is sown at {p['where']} inside {eqn.primitive.name}, which reap "
                     f"and plant do not look into, so its value would be lost; accepted: jit, scan, while_loop, "
                     f"fori_loop, cond, switch, checkpoint, custom_jvp, custom_vjp and pybridge's own. "
-                    f"Return the value from the function instead, or sow it outside."
+                    f"Return the value from the function instead, or sow it outside. If jax.grad made this "
+                    f"equation of a loop, use pybridge.harvest.grad."
                 )
             form = RULES[eqn.primitive](eqn, inner)
             self.parts[i] = form
