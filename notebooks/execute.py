@@ -1,16 +1,16 @@
 """Execute the notebooks: the tests' way to run them, and how the documentation's figures are made.
 
-    python notebooks/execute.py [NAME ...]      writes docs/figures/NAME.png
+    python notebooks/execute.py [--engine julia] [NAME ...]     writes docs/figures/NAME.png
 
 A notebook is a jupytext file in the percent format. Its last output is a dict of numbers, and it
 draws one figure. ``engine`` is set in the cell that is tagged "parameters".
 """
 
+import argparse
 import ast
 import base64
 import dataclasses
 import pathlib
-import sys
 import time
 
 import jupytext
@@ -55,13 +55,17 @@ def execute(name, engine="jax") -> Executed:
     return Executed(numbers, base64.b64decode(pictures[0]), text, seconds)
 
 
-def main(names):
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engine", choices=["jax", "julia"], default="jax")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(NAMES))
+    given = parser.parse_args()
     FIGURES.mkdir(parents=True, exist_ok=True)
-    for name in names or NAMES:
-        done = execute(name)
+    for name in given.names or NAMES:
+        done = execute(name, given.engine)
         (FIGURES / f"{name}.png").write_bytes(done.figure)
         print(f"== {name}: {done.seconds:.0f} s\n{done.text}{done.numbers}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
