@@ -9,7 +9,7 @@ using ChainRulesCore:
     rrule_via_ad,
     unthunk
 using Lux: Lux, LuxLib, NNlib
-using NestedGradients: DualMatrix
+using NestedGradients: DualMatrix, later
 
 const fused_dense = LuxLib.fused_dense_bias_activation
 
@@ -38,7 +38,7 @@ end
 
 function products(δ, W, x, b)
     db = b === nothing ? NoTangent() : vec(sum(δ; dims = 2))
-    return δ * x', W' * δ, db
+    return later(δ, x'), W' * δ, db
 end
 
 for (TW, TX) in (

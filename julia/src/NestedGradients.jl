@@ -14,6 +14,7 @@ using ChainRulesCore:
     AbstractZero,
     HasReverseMode,
     NoTangent,
+    ProjectTo,
     RuleConfig,
     Tangent,
     ZeroTangent,

@@ -108,8 +108,8 @@ Base.copy(A::DualArray{D}) where {D} = DualArray{D}(copy(A.value), copy(A.partia
 "`f` of the values and of the partials, for an `f` that is linear and does not mix elements of its own."
 @inline moved(f::F, A::DualArray{Dual{G, T, 1}}) where {F, G, T} = dual(
     G,
-    f(A.value),
-    f(A.partial),
+    f(now(A.value)),
+    f(now(A.partial)),
 )
 
 Base.reshape(A::DualArray, dims::Dims) = moved(a -> reshape(a, dims), A)
@@ -150,7 +150,7 @@ Base.getindex(A::DualArray, i::Int, j::Int, k::Int, l::Several, I...) = moved(
 "The parts of `x` with respect to the tag `G`: `(value, partial)`, the partial `nothing` if `x` does not depend on it."
 parts(::Type, x) = (x, nothing)
 parts(::Type{G}, x::Dual{G, T, 1}) where {G, T} = (x.value, x.partials[1])
-parts(::Type{G}, x::DualArray{Dual{G, T, 1}}) where {G, T} = (x.value, x.partial)
+parts(::Type{G}, x::DualArray{Dual{G, T, 1}}) where {G, T} = (now(x.value), now(x.partial))
 function parts(::Type{G}, x::AbstractArray{Dual{G, T, 1}}) where {G, T}
     return map(ForwardDiff.value, x), map(d -> d.partials[1], x)
 end

@@ -55,7 +55,7 @@ takepartials(::Type{G}, y::Dual{G, T, 1}) where {G, T} = y.partials[1]
 takepartials(::Type{G}, y::Dual{S}) where {G, S} = depends(typeof(y), G) ?
     unexpected(y, G) :
     nothing
-takepartials(::Type{G}, y::DualArray{Dual{G, T, 1}}) where {G, T} = y.partial
+takepartials(::Type{G}, y::DualArray{Dual{G, T, 1}}) where {G, T} = now(y.partial)
 function takepartials(::Type{G}, y::Complex) where {G}
     re, im = takepartials(G, real(y)), takepartials(G, imag(y))
     re === im === nothing && return nothing

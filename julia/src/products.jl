@@ -39,6 +39,58 @@ end
 addproduct(c::Number, da, b) = c + da * b
 addproduct(c::AbstractArray, da, b) = mul!(c, da, b, true, true)
 
+# ---- products that may not be wanted ----
+#
+# The cotangent of a weight is a product too, and often nobody asks for all of it: of a parameter that
+# carries no dual numbers only the partial is wanted, and in a gradient in x alone nothing.
+
+"""
+    Later(f, A, B)
+
+The matrix `f(A, B)`, computed when it is first looked at.
+"""
+mutable struct Later{T, F, A, B} <: AbstractMatrix{T}
+    const f::F
+    const a::A
+    const b::B
+    const size::Dims{2}
+    computed::Union{Nothing, Matrix{T}}
+end
+function Later{T}(f::F, a::A, b::B, size) where {T, F, A, B}
+    return Later{T, F, A, B}(f, a, b, size, nothing)
+end
+Base.size(L::Later) = L.size
+Base.IndexStyle(::Type{<:Later}) = IndexLinear()
+Base.@propagate_inbounds Base.getindex(L::Later, i::Int) = now(L)[i]
+function now(L::Later{T}) where {T}
+    computed = L.computed
+    computed === nothing || return computed
+    return L.computed = convert(Matrix{T}, L.f(L.a, L.b))
+end
+now(A) = A
+
+"`A * B`, value and partial each computed when looked at, where both are plain; else at once."
+later(A, B) = later(outermost(A, B), A, B)
+later(::Type, A, B) = A * B
+function later(::Type{Level{J, C}}, A, B) where {J, C}
+    a, da = parts(Level{J, C}, A)
+    b, db = parts(Level{J, C}, B)
+    all(isdense, (a, da, b, db)) || return A * B
+    T = promote_type(eltype(a), eltype(b))
+    dims = (size(a, 1), size(b, 2))
+    value = Later{T}(*, a, b, dims)
+    partial = Later{T}(
+        (x, y) -> productpartial(*, first(x), last(x), first(y), last(y)),
+        (a, da),
+        (b, db),
+        dims,
+    )
+    return dual(Level{J, C}, value, partial)
+end
+isdense(::Dense{T}) where {T <: LinearAlgebra.BlasReal} = true
+isdense(::Nothing) = true
+isdense(A) = false
+
 # The plain partners that BLAS knows. Other wrappers (`Diagonal`, triangular, sparse, filled, ...) have
 # methods of their own, which work on any array.
 const PARTNERS = (

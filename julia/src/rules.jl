@@ -99,6 +99,12 @@ function ChainRulesCore.frule(
     return y, dy === nothing ? ZeroTangent() : dy
 end
 
+# ChainRules projects a cotangent element by element, which would copy ours, and look at products that
+# are not wanted. The shape is all there is to do: `form` projects the partials in the end.
+function (project::ProjectTo{AbstractArray})(dx::DualArray)
+    return axes(dx) == project.axes ? dx : reshape(dx, map(length, project.axes))
+end
+
 "`h` with what it captured as one more argument, with zero directions; unchanged if that is nothing."
 function opened(h, args, slots)
     skeleton, params = unwrap(h)
