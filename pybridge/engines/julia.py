@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from pybridge import jets
 from pybridge.julia import border, structure
+from pybridge.julia.errors import julia_errors
 from pybridge.julia.runtime import lock, runtime, started
 
 _numbers = itertools.count(1)
@@ -68,7 +69,10 @@ def julia_function(
     >>> f.__name__
     'julia_function_1'
     """
-    return JuliaFunction(code, using, name, result, batch, samples, axes, threads, borrow)
+    function = JuliaFunction(code, using, name, result, batch, samples, axes, threads, borrow)
+    if started():
+        function.id  # noqa: B018  a mistake in the code is reported at once when Julia is there
+    return function
 
 
 class JuliaFunction:
@@ -118,15 +122,14 @@ class JuliaFunction:
                 "callable that came from juliacall. A Python function needs no Julia: call it, or "
                 "give it to pybridge.nested_grad, as it is"
             )
-        if started():
-            self.id  # noqa: B018  a mistake in the code is reported at once when Julia is there
 
     @property
     def engine(self):
         return engine
 
     def __call__(self, *args):
-        return jets.call(engine, self, *args)
+        with julia_errors():
+            return jets.call(engine, self, *args)
 
     def __repr__(self):
         return f"<Julia function {self.__name__}>"

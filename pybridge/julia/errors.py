@@ -1,5 +1,6 @@
 """What Julia says when something goes wrong, as Python exceptions."""
 
+import contextlib
 import re
 
 from jax.errors import JaxRuntimeError
@@ -55,6 +56,28 @@ class JuliaError(JaxRuntimeError):
         function, message, lines = self._parts
         head = f"in the Julia function {function}: " if function else ""
         return "\n  at ".join([head + message, *lines])
+
+
+@contextlib.contextmanager
+def julia_errors():
+    """Raise a ``JuliaError`` for whatever exception carries a report of Julia's.
+
+    Most arrive as ``JuliaError`` by themselves. But a jitted function that JAX calls a second time
+    by its C++ fast path, and whose program runs at once, raises a plain ``ValueError`` for *every*
+    error of the program, whoever made it. Round such calls, and as a decorator of such functions:
+
+    >>> import jax
+    >>> from pybridge.julia.errors import julia_errors
+    >>> step = julia_errors()(jax.jit(lambda x: 2 * x))
+    >>> int(step(2))
+    4
+    """
+    try:
+        yield
+    except ValueError as error:
+        if not _REPORT.search(str(error)):
+            raise
+        raise JuliaError(str(error)) from None
 
 
 def _install():

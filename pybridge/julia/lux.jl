@@ -64,7 +64,7 @@ join_samples(x::AbstractArray) = reshape(
     Base.front(Base.front(size(x)))...,
     size(x, ndims(x) - 1) * size(x, ndims(x)),
 )
-split_samples(y, ::AbstractMatrix) = y
+split_samples(y::AbstractArray, ::AbstractMatrix) = y
 split_samples(y::AbstractArray, x::AbstractArray) = reshape(
     y,
     Base.front(size(y))...,
