@@ -127,11 +127,11 @@ def reduce_window(
     elif (associative or (alone and reducer.associative)) and geometry.count > written.UNROLLED:
         results = _doubled(geometry, reducer, operands, inits, consts)
     else:
-        results = written.fold(geometry, reducer, operands, inits, consts)
+        results = _written(geometry, reducer, operands, inits, consts)
     return tree_unflatten(tree, [x.astype(d) for x, d in zip(results, dtypes)])
 
 
-# The recognised reducers are compiled once for each geometry, also where the caller does not jit.
+# Compiled once for each geometry and reducer, also where the caller does not jit.
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -148,6 +148,12 @@ def _total(geometry, identity_init, x, init):
     return result if identity_init else init + result
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _written(geometry, reducer, operands, inits, consts):
+    return written.fold(geometry, reducer, operands, inits, consts)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _doubled(geometry, reducer, operands, inits, consts):
     on_arrays = reducer.on_arrays(geometry.rank)
     op = lambda left, right: on_arrays(consts, left, right)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 from jax.tree_util import tree_flatten, tree_structure, tree_unflatten
 
@@ -24,10 +25,19 @@ class Reducer:
     The consts, what the computation captured, stay outside: they may be traced.
 
     ``name`` is that of the one primitive it consists of, or "logaddexp", or None.
+
+    Two reducers are equal where their jaxprs are the same program, so that a function traced anew
+    at every call (which sees what its closure holds now) is compiled only once.
     """
 
     jaxpr: core.Jaxpr
     name: str | None
+
+    def __eq__(self, other):
+        return isinstance(other, Reducer) and _same_program(self.jaxpr, other.jaxpr)
+
+    def __hash__(self):
+        return hash(tuple(eqn.primitive.name for eqn in self.jaxpr.eqns))
 
     @property
     def associative(self):
@@ -43,6 +53,53 @@ class Reducer:
         for _ in range(rank):
             scalar = jax.vmap(scalar, in_axes=(None, 0, 0))
         return scalar
+
+
+def _same_program(a, b):
+    """Whether two jaxprs are equal up to the names of their variables."""
+    names = {}
+
+    def same_atom(x, y):
+        if x.aval != y.aval or isinstance(x, core.Literal) != isinstance(y, core.Literal):
+            return False
+        if isinstance(x, core.Literal):
+            return np.asarray(x.val).tobytes() == np.asarray(y.val).tobytes()
+        return names.setdefault(x, y) is y
+
+    def same_atoms(xs, ys):
+        return len(xs) == len(ys) and all(same_atom(x, y) for x, y in zip(xs, ys))
+
+    return (
+        same_atoms([*a.constvars, *a.invars], [*b.constvars, *b.invars])
+        and len(a.eqns) == len(b.eqns)
+        and all(
+            one.primitive is two.primitive
+            and same_atoms(one.invars, two.invars)
+            and _same_params(one.params, two.params)
+            and same_atoms(one.outvars, two.outvars)
+            for one, two in zip(a.eqns, b.eqns)
+        )
+        and same_atoms(a.outvars, b.outvars)
+    )
+
+
+def _same_params(a, b):
+    return a.keys() == b.keys() and all(_same_param(a[k], b[k]) for k in a)
+
+
+def _same_param(a, b):
+    if isinstance(a, core.ClosedJaxpr) and isinstance(b, core.ClosedJaxpr):
+        same_consts = len(a.consts) == len(b.consts)
+        same_consts = same_consts and all(x is y for x, y in zip(a.consts, b.consts))
+        return same_consts and _same_program(a.jaxpr, b.jaxpr)
+    if isinstance(a, core.Jaxpr) and isinstance(b, core.Jaxpr):
+        return _same_program(a, b)
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(_same_param(x, y) for x, y in zip(a, b))
+    try:
+        return bool(a is b or a == b)
+    except (TypeError, ValueError):  # e.g. arrays: taken as different, which costs a compilation
+        return False
 
 
 def trace(computation, tree, dtypes, accumulators):
