@@ -28,7 +28,7 @@ from jax.extend.core import (
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
-from pybridge._loops import lanes, saving, steps
+from pybridge._loops import lanes, rows, saving, steps
 from pybridge._loops.steps import invert, merge, select, split
 
 loop_p = Primitive("bounded_loop")
@@ -79,6 +79,7 @@ def _run(*operands, cond, step, bound, reverse, counts, **_):
     control, consts, carry, xs = parts(operands, counts)
     dtypes = [jax.typeof(x).dtype for x in carry]
     settle = lambda outs: [lax.convert_element_type(o, d) for o, d in zip(outs, dtypes)]
+    advance_by = rows.in_place(step)
     buffers = [jnp.zeros((bound, *a.shape), a.dtype) for a in step.out_avals[len(carry) :]]
 
     def going(state):
@@ -92,7 +93,7 @@ def _run(*operands, cond, step, bound, reverse, counts, **_):
         i, carry, buffers = state
         at = control[0] - 1 - i if reverse else i
         x = [lax.dynamic_index_in_dim(a, at, keepdims=False) for a in xs]
-        carry, y = split(jaxpr_as_fun(step)(*consts, *carry, *x), len(carry))
+        carry, y = split(advance_by(i < 0, *consts, *carry, *x), len(carry))
         buffers = [lax.dynamic_update_index_in_dim(b, v, at, 0) for b, v in zip(buffers, y)]
         return i + jnp.int32(1), settle(carry), buffers
 
