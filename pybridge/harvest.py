@@ -11,6 +11,7 @@ in pybridge/_harvest/levels.py.
 """
 
 import functools
+import weakref
 
 import jax
 
@@ -19,7 +20,7 @@ from ._harvest.entries import ATTRIBUTES, Entries, Entry, Layout, Reaped, Undefi
 from ._harvest.forms import Ask
 from ._harvest.linear import linearize
 from ._harvest.planting import plants_for
-from ._harvest.primitive import HarvestError, Session, active, path_of, scopes
+from ._harvest.primitive import HarvestError, active, path_of, scopes, session_of
 from ._harvest.primitive import sow as _sow
 from ._harvest.program import Program, is_array
 from ._harvest.wrappers import grad, hessian, jacfwd, jacrev, jit, jvp, scan, value_and_grad, vmap
@@ -154,35 +155,15 @@ def reap(fun, *, lazy=False, attributes=("value", "tangent", "cotangent")):
         )
     if lazy:
         return LazyReaped(fun)
-    session = Session()
-
-    def run(args, kwargs, attach=True):
-        program = Program(fun, session, args, kwargs)
-        layout = Layout(program.spots, session)
-        eager = layout.eager(attributes)
-        outs, store = program.run(eager)
-        result = program.result(outs)
-        # From these the rest is computed, when asked for.
-        later = len(eager) < len(layout.all())
-        residual = (program.held(), program.operands if attach else None) if later else None
-        program.release()
-        return result, Reaped(layout, store, residual, program)
-
-    def core(fixed, operands):
-        tree, leaves, moving = fixed.key
-        leaves = list(leaves)
-        for i, x in zip(moving, operands):
-            leaves[i] = x
-        return run(*jax.tree.unflatten(tree, leaves), attach=False)
-
-    compiled, jitted = isinstance(fun, jax.stages.Wrapped), jax.jit(core, static_argnums=0)
+    attributes = tuple(attributes)
+    jitted = _compiled_reap(fun, attributes) if isinstance(fun, jax.stages.Wrapped) else None
 
     @functools.wraps(fun)
     def reaped(*args, **kwargs):
         leaves, tree = jax.tree.flatten((args, kwargs))
         outer = active.value is not None or any(isinstance(x, jax.core.Tracer) for x in leaves)
-        if outer or not compiled:
-            return run(args, kwargs)
+        if outer or jitted is None:
+            return _run_reap(fun, attributes, args, kwargs)
         moving = tuple(i for i, x in enumerate(leaves) if is_array(x))
         operands = [leaves[i] for i in moving]
         for i in moving:
@@ -191,12 +172,46 @@ def reap(fun, *, lazy=False, attributes=("value", "tangent", "cotangent")):
         try:
             hash(fixed)
         except TypeError:
-            return run(args, kwargs)
+            return _run_reap(fun, attributes, args, kwargs)
         out, named = jitted(fixed, operands)
         named.attach(operands)
         return out, named
 
     return reaped
+
+
+def _run_reap(fun, attributes, args, kwargs, attach=True):
+    program = Program(fun, session_of(fun), args, kwargs)
+    layout = Layout(program)
+    eager = layout.eager(attributes)
+    outs, store = program.run(eager)
+    result = program.result(outs)
+    # From these the rest is computed, when asked for.
+    later = len(eager) < len(layout.all())
+    residual = (program.held(), program.operands if attach else None) if later else None
+    program.release()
+    return result, Reaped(layout, store, residual, program)
+
+
+_compiled = weakref.WeakKeyDictionary()  # a jitted function -> {attributes: the reaped one}
+
+
+def _compiled_reap(fun, attributes):
+    """The reaped function, jitted; one for a function, however often it is reaped."""
+    table = _compiled.setdefault(fun, {})
+    if attributes not in table:
+        fun = weakref.ref(fun)  # the table must not keep its own key alive
+
+        def run(fixed, operands):
+            tree, leaves, moving = fixed.key
+            leaves = list(leaves)
+            for i, x in zip(moving, operands):
+                leaves[i] = x
+            args, kwargs = jax.tree.unflatten(tree, leaves)
+            return _run_reap(fun(), attributes, args, kwargs, attach=False)
+
+        table[attributes] = jax.jit(run, static_argnums=0)
+    return table[attributes]
 
 
 def plant(fun, values):
@@ -223,13 +238,13 @@ def plant(fun, values):
         raise HarvestError(
             f"plant: fun is {fun!r}; accepted: a function. Pass the function itself."
         )
-    session = Session()
+    session = session_of(fun)
 
     @functools.wraps(fun)
     def planted(*args, **kwargs):
         outer = active.value
         program = Program(fun, session, args, kwargs)
-        plants = plants_for(program, Layout(program.spots, session), values)
+        plants = plants_for(Layout(program), values)
         ask = Ask(plants=plants, keep=outer is not None).under("1")
         outs, _ = program.form.call(program.consts, program.operands, ask)
         return program.result(outs)
@@ -241,7 +256,7 @@ class LazyReaped:
     """A mapping of functions: ``[name]`` takes the arguments of the reaped function."""
 
     def __init__(self, fun):
-        self._fun, self._session = fun, Session()
+        self._fun, self._session = fun, session_of(fun)
 
     def __getitem__(self, key):
         return LazyEntry(self, key, ())
@@ -249,7 +264,7 @@ class LazyReaped:
     def names(self, *args, **kwargs):
         """The names that are sown for these arguments."""
         program = Program(self._fun, self._session, args, kwargs)
-        return list(Reaped(Layout(program.spots, self._session), {}))
+        return list(Reaped(Layout(program), {}))
 
 
 class LazyEntry:
@@ -274,7 +289,7 @@ class LazyEntry:
 
     def __call__(self, *args, **kwargs):
         program = Program(self._owner._fun, self._owner._session, args, kwargs)
-        layout = Layout(program.spots, self._owner._session)
+        layout = Layout(program)
         needed = {}
         reaped = Reaped(layout, _Placeholders(layout, needed))
         self._read(reaped)

@@ -1,7 +1,10 @@
 """Named values in loops and branches that know where they stop, under custom derivative rules, in
 scopes and modes; what is planted there; and what reaping leaves in the compiled program: nothing."""
 
+import gc
 import re
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -293,3 +296,48 @@ def test_an_inner_jit_is_compiled_once_for_a_reaped_function():
     for x in (1.0, 2.0, 3.0):
         assert g(x)[1]["a"].value == 2 * x
     assert len(traces) == 1
+
+
+def test_one_trace_serves_every_reap_of_a_function():
+    traces = []
+
+    @jax.jit
+    def f(x):
+        traces.append(1)
+        return sow(x * 2, "a")
+
+    for _ in range(3):
+        assert reap(f)(1.0)[1]["a"].value == 2
+    assert len(traces) == 1
+
+
+def test_a_reaped_function_is_not_kept_alive():
+    for wrap in (jax.jit, lambda f: f):
+        f = wrap(lambda x: sow(x * 2, "a"))
+        there = weakref.ref(f)
+        reap(f)(1.0)
+        del f
+        gc.collect()
+        assert there() is None
+
+
+def test_threads():
+    g = reap(harvest.grad(lambda x: jnp.sin(sow(x**2, "a"))))
+    with ThreadPoolExecutor(4) as pool:
+        named = list(pool.map(lambda i: g(float(i))[1]["a"].value, range(16)))
+    assert named == [i * i for i in range(16)]
+
+
+# ---- jax's transformations around ours ----
+
+
+def test_raw_transformations_around_levels():
+    f = lambda x: jnp.sin(sow(x**2, "a"))
+    _, named = reap(jax.vmap(harvest.grad(f)))(jnp.ones(3))
+    np.testing.assert_allclose(named["a"].cotangent, [np.cos(1.0)] * 3, rtol=1e-6)
+    _, named = reap(jax.grad(harvest.grad(f)))(1.0)
+    assert named["a"].steps == ("grad", "grad")
+    assert named["a"].cotangent.cotangent == 2
+    with_aux = lambda x: harvest.value_and_grad(lambda x, n: (f(x), n), has_aux=True)(x, 3)[1]
+    _, named = reap(jax.grad(with_aux))(1.0)
+    assert named["a"].cotangent.cotangent == 2

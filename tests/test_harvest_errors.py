@@ -304,3 +304,19 @@ def test_attributes():
     for bad in ("value", ("gradient",)):
         with pytest.raises(HarvestError, match="attributes is"):
             reap(f, attributes=bad)
+
+
+def test_an_error_is_raised_again_by_the_next_call():
+    f = jax.jit(unused)
+    assert reap(f)(1.0)[1]["a"].value == 2
+    for g in (reap(jax.grad(f)), reap(jax.jit(jax.grad(f)))):
+        for _ in range(2):  # the second meets JAX's caches of the first
+            with pytest.raises(HarvestError, match="'a' was sown at"):
+                g(1.0)
+
+
+def test_membership():
+    _, named = reap(lambda x: sow(x, "a"))(1.0)
+    assert "a" in named
+    for key in ("b", 3, ("a", 1.5)):
+        assert key not in named

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .levels import Forward, Jvp, Reverse
-from .primitive import HarvestError, path_of, show
+from .primitive import HarvestError, show
 
 
 class Undefined(HarvestError, AttributeError):
@@ -72,8 +72,9 @@ def _sites(spots):
 class Layout:
     """The names of a program and their sites, checked: a name used twice is an error or a list."""
 
-    def __init__(self, spots, session):
-        linear = _pushed_elsewhere(spots, session)
+    def __init__(self, program):
+        spots = program.spots
+        linear = _pushed_elsewhere(spots, program.call.key)
         spots = [
             dataclasses.replace(s, steps=tuple(x for x in s.steps if x != ("diff", "t")))
             if s.uid in linear
@@ -119,12 +120,12 @@ class Layout:
         )
 
 
-def _pushed_elsewhere(spots, session):
-    """The uids of sows that only have a tangent: those of a linear map that jax.linearize made before
-    this session, whose tangents are its values."""
+def _pushed_elsewhere(spots, key):
+    """The uids of sows that only have a tangent and are of no call's tracing with this key: those of a
+    linear map that was made before, whose tangents are its values."""
     letters = {}
     for s in spots:
-        if is_raw(s) and s.uid not in session.sown:
+        if is_raw(s) and s.uid[0] != key:
             letters.setdefault(s.uid, set()).add(letters_of(s))
     return {uid for uid, ls in letters.items() if ls == {("t",)}}
 
@@ -229,7 +230,7 @@ def _answers(label, level_label):
 def find(reaped, key, entry_of=None):
     """The entry, or the sub-mapping, under a key: labels of transformations, then a name."""
     names = reaped._layout.sites
-    given = path_of(key, "a name") if isinstance(key, (str, tuple)) else (key,)
+    given = key if isinstance(key, tuple) else (key,)
     for cut in range(len(given)):
         labels, name = (*reaped._labels, *given[:cut]), (*reaped._scope, *given[cut:])
         if name in names:

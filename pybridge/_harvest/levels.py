@@ -82,7 +82,9 @@ def _jvp_rule(primals, tangents, **params):
             full[i] = x
         return _plain(**params)(*full)
 
-    return jax.jvp(run, [primals[i] for i in moving], [tangents[i] for i in moving])
+    outs, douts = jax.jvp(run, [primals[i] for i in moving], [tangents[i] for i in moving])
+    still = lambda d: getattr(d, "dtype", None) == jax.dtypes.float0
+    return outs, [ad.Zero(jax.typeof(d)) if still(d) else d for d in douts]
 
 
 def _batch_rule(operands, dims, **params):

@@ -16,7 +16,7 @@ def _flat(values, prefix=()):
         yield name, value
 
 
-def plants_for(program, layout, values):
+def plants_for(layout, values):
     """{spot id: array} for all of ``values``."""
     if not isinstance(values, Mapping):
         raise HarvestError(

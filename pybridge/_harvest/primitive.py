@@ -21,6 +21,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
 
+_uids = itertools.count()
 MODES = ("strict", "append", "last")
 
 
@@ -29,30 +30,54 @@ class HarvestError(ValueError):
 
 
 class Session:
-    """One ``reap`` or ``plant`` at work: which names its tracing met.
+    """What ``reap`` and ``plant`` of one function share over their calls: a key for JAX's caches.
 
-    It is the value of a JAX user context, hence part of every tracing cache's key: a function that was
-    jitted before is traced again under a session, and its sows report here.
+    A call at work (``Call``) is the value of a JAX user context, hence part of every tracing cache's
+    key, and calls of one session are equal: a function that was jitted before is traced again for a
+    session, once, and its sows report to the call.
     """
 
     def __init__(self):
-        self.sown = {}  # uid -> (name, where): every sow that Python ran under this session
+        self.renew()
 
-    def register(self, uid, name, where):
-        self.sown[uid] = (name, where)
+    def renew(self):
+        """Forget what was traced: after an error the next call must meet it again."""
+        self.key = next(_uids) + 1
 
 
-active = jax.make_user_context(None)  # the Session, or None
+class Call:
+    def __init__(self, session):
+        self.key, self.sown = session.key, []
+
+    def __eq__(self, other):
+        return isinstance(other, Call) and self.key == other.key
+
+    def __hash__(self):
+        return hash(self.key)
+
+
+_sessions = weakref.WeakKeyDictionary()
+
+
+def session_of(fun):
+    """The session of a function; a new one where a function cannot be a key."""
+    try:
+        return _sessions.setdefault(fun, Session())
+    except TypeError:
+        return Session()
+
+
+active = jax.make_user_context(None)  # the Call, or None
 scopes = jax.make_user_context(())  # the prefixes that `nest` has opened
 
 sow_p = Primitive("sow")
 sow_p.multiple_results = True
-_uids = itertools.count()
 HIDDEN = {}  # primitive -> function of its parameters: what is sown where no jaxpr shows it
 
 
 def new_uid():
-    return next(_uids)
+    """An identity for a sow: the key of the session that traced it, or 0, and a number."""
+    return (0 if active.value is None else active.value.key, next(_uids))
 
 
 def path_of(name, argument="name"):
@@ -104,7 +129,7 @@ def sow(value, name, mode):
             )
     uid, where = new_uid(), _caller()
     if active.value is not None:
-        active.value.register(uid, path, where)
+        active.value.sown.append((path, where))
     out = sow_p.bind(
         *(leaf for _, leaf in with_paths),
         path=path,

@@ -12,7 +12,7 @@ from jax.interpreters import partial_eval as pe
 
 from .forms import Ask, form_of
 from .levels import holds, level_p
-from .primitive import HarvestError, active, show, subjaxprs
+from .primitive import Call, HarvestError, active, show, subjaxprs
 from .wrappers import Flat
 
 _HELD = object()  # a constant that belonged to a trace
@@ -31,9 +31,15 @@ class Program:
         moving = [i for i, x in enumerate(leaves) if is_array(x)]
         self.operands = [leaves[i] for i in moving]
         self.flat = Flat(lambda ak: fun(*ak[0], **ak[1]), tree, leaves, moving, has_aux)
-        self.session = session
-        before = set(session.sown)
-        with active(session):
+        self.session, self.call = session, Call(session)
+        try:
+            self._trace()
+        except HarvestError:
+            session.renew()
+            raise
+
+    def _trace(self):
+        with active(self.call):
             closed = jax.make_jaxpr(self.flat)(*self.operands)
         self.jaxpr, self.consts = closed.jaxpr, list(closed.consts)
         _no_side_effects(self.jaxpr)
@@ -46,14 +52,14 @@ class Program:
             _, form, _ = self._second(self.eager, self.consts, self.operands)
             spots += tuple(s.under("2", note=s.note or _RULE) for s in form.spots)
         self.spots = _strongest(spots)
-        _none_missing(spots, {u: v for u, v in session.sown.items() if u not in before})
+        _none_missing(spots, self.call.sown)
 
     def _second(self, want, consts, operands):
         def run(consts, operands):
             outs, vals = self.form.call(consts, operands, Ask(want))
             return outs, vals
 
-        with active(self.session):
+        with active(self.call):
             closed, shape = jax.make_jaxpr(run, return_shape=True)(consts, operands)
         return closed, form_of(closed.jaxpr), jax.tree.structure(shape)
 
@@ -148,7 +154,7 @@ def _none_missing(spots, sown):
     By name and place, not one by one: JAX may trace a function more than once.
     """
     found = {(s.name, s.where) for s in spots}
-    for name, where in sown.values():
+    for name, where in sown:
         if (name, where) not in found:
             raise _lost(name, where)
 
