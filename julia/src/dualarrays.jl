@@ -118,8 +118,8 @@ Base.vec(A::DualVector) = A
 Base.permutedims(A::DualArray, perm) = moved(a -> permutedims(a, perm), A)
 Base.permutedims(A::DualMatrix) = moved(permutedims, A)
 Base.permutedims(A::DualVector) = moved(permutedims, A)
-Base.adjoint(A::DualVecOrMat) = moved(adjoint, A)
-Base.transpose(A::DualVecOrMat) = moved(transpose, A)
+Base.adjoint(A::DualVecOrMat) = turned(adjoint, A)
+Base.transpose(A::DualVecOrMat) = turned(transpose, A)
 Base.dropdims(A::DualArray; dims) = moved(a -> dropdims(a; dims), A)
 Base.reverse(A::DualArray; dims = :) = moved(a -> reverse(a; dims), A)
 Base.reverse(A::DualVector; dims = :) = moved(reverse, A)
@@ -131,6 +131,14 @@ Base.repeat(A::DualArray; inner = nothing, outer = nothing) = moved(
 LinearAlgebra.diag(A::DualMatrix, k::Integer = 0) = moved(a -> diag(a, k), A)
 
 Base.view(A::DualArray, I::Vararg{Any}) = moved(a -> view(a, I...), A)
+
+# The adjoint of a row is a vector where the row was made of one. Where only one part was, both are columns.
+function turned(f::F, A::DualArray{Dual{G, T, 1}}) where {F, G, T}
+    v, p = f(now(A.value)), f(now(A.partial))
+    return ndims(v) == ndims(p) ? dual(G, v, p) : dual(G, column(v), column(p))
+end
+column(a::AbstractVector) = reshape(a, length(a), 1)
+column(a::AbstractMatrix) = a
 
 # A range of indices in one of the first four places; anything else Base does element by element.
 const Several = Union{AbstractArray, Colon}

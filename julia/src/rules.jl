@@ -105,6 +105,12 @@ function (project::ProjectTo{AbstractArray})(dx::DualArray)
     return axes(dx) == project.axes ? dx : reshape(dx, map(length, project.axes))
 end
 
+# ChainRules has no rule for `vec`: an AD would look into ours, which builds a `DualArray`.
+function ChainRulesCore.rrule(::typeof(vec), A::DualArray)
+    vec_pullback(Δ) = (NoTangent(), reshape(unthunk(Δ), size(A)))
+    return vec(A), vec_pullback
+end
+
 "`h` with what it captured as one more argument, with zero directions; unchanged if that is nothing."
 function opened(h, args, slots)
     skeleton, params = unwrap(h)
