@@ -16,8 +16,9 @@ import weakref
 import jax
 
 from ._harvest import bounded, julia  # noqa: F401 (they teach reap pybridge's own primitives)
-from ._harvest.entries import ATTRIBUTES, Entries, Entry, Layout, Reaped, Undefined
+from ._harvest.entries import Entries, Entry, Reaped, Undefined
 from ._harvest.forms import Ask
+from ._harvest.layout import ATTRIBUTES, Layout
 from ._harvest.linear import linearize
 from ._harvest.planting import plants_for
 from ._harvest.primitive import HarvestError, active, path_of, scopes, session_of

@@ -284,3 +284,10 @@ def test_oryx_without_a_session_sow_is_the_identity():
     x = {"a": np.arange(3), "b": jnp.ones(2)}
     assert sow(x, "x")["a"] is x["a"]
     assert plus_two(1.0) == 3
+
+
+def test_thread_4_an_entry_addressed_by_levels_is_the_derivative():
+    _, named = reap(harvest.grad(f))(2.0)
+    assert float(named["x3"]) == 8
+    assert float(named["grad", "x3"]) == np.asarray(named["grad"]["x3"]) == 12
+    assert jnp.add(named["grad", "x3"].value, 0) == 8

@@ -6,128 +6,19 @@ one level the attributes are arrays, with more they are entries of the levels fu
 """
 
 import dataclasses
-import itertools
-import re
 from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .layout import ATTRIBUTES, Site, letters_of
 from .levels import Forward, Jvp, Reverse
 from .primitive import HarvestError, show
 
 
 class Undefined(HarvestError, AttributeError):
     """An attribute of an entry that the transformations did not make defined."""
-
-
-_LETTER = re.compile(r"(p|t|c|[cj]\d+)$")
-
-
-ATTRIBUTES = {"value": "p", "tangent": "t", "cotangent": "c", "jacobian": "j"}
-
-
-def letters_of(spot):
-    return tuple(step[1] for step in spot.steps if step[1])
-
-
-def is_raw(spot):
-    return any(step[0] == "diff" for step in spot.steps)
-
-
-# ---- the static side: which spots make which entry ----
-
-
-@dataclasses.dataclass
-class Site:
-    """All spots of one sow: its leaves, its derivatives, its marks."""
-
-    first: object  # the first spot
-    spots: dict  # (letters, leaf or role) -> spot
-    twice: object = None  # a second spot for the same thing
-
-    @property
-    def value(self):
-        """A spot of the value itself, or of the derivative if there is no value."""
-        return next((s for s in self.spots.values() if s.primal), self.first)
-
-
-def _sites(spots):
-    """Sites in order of execution, of the spots of one name."""
-    sites = {}
-    for s in spots:
-        path = tuple(e for e in s.id[:-1] if not _LETTER.match(e))
-        key = ("uid", s.uid) if is_raw(s) else path
-        site = sites.setdefault(key, Site(s, {}))
-        part = (letters_of(s), s.leaf if s.role == "value" else s.role)
-        old = site.spots.get(part)
-        if old is None or (old.weak and not s.weak):
-            site.spots[part] = s
-        elif not s.weak:
-            site.twice = s
-    return list(sites.values())
-
-
-class Layout:
-    """The names of a program and their sites, checked: a name used twice is an error or a list."""
-
-    def __init__(self, program):
-        spots = program.spots
-        linear = _pushed_elsewhere(spots, program.call.key)
-        spots = [
-            dataclasses.replace(s, steps=tuple(x for x in s.steps if x != ("diff", "t")))
-            if s.uid in linear
-            else s
-            for s in spots
-        ]
-        self.spots = {s.id: s for s in spots}
-        by_name = {}
-        for s in spots:
-            by_name.setdefault(s.name, []).append(s)
-        self.all_sites = {name: _sites(ss) for name, ss in by_name.items()}
-        self.sites = {name: self._one_or_many(name, ss) for name, ss in self.all_sites.items()}
-
-    def _one_or_many(self, name, sites):
-        modes = {s.first.mode for s in sites}
-        twice = [(a.first, b.first) for a, b in itertools.pairwise(sites)]
-        twice += [(s.first, s.twice) for s in sites if s.twice]
-        if not twice:
-            return sites
-        one, two = twice[0]
-        if modes == {"last"}:
-            return sites[-1:]
-        if modes == {"append"} and not any(s.twice for s in sites):
-            return sites
-        raise HarvestError(
-            f"{show(name)} is sown twice in one run: at {one.where} and at {two.where}. Accepted: one sow a "
-            f'name, or mode="append" to collect, mode="last" to overwrite (the same mode at each sow). '
-            f"Give the second another name, or a prefix by pybridge.nest(f, scope)."
-        )
-
-    def all(self):
-        return [s for sites in self.sites.values() for site in sites for s in site.spots.values()]
-
-    def eager(self, attributes):
-        """The ids of what is computed with the run: values, and of the rest what was named."""
-        first = {ATTRIBUTES[a] for a in attributes} | {"p"}
-        return [s.id for s in self.all() if {letter[0] for letter in letters_of(s)} <= first]
-
-    @property
-    def signature(self):
-        return tuple(
-            (name, tuple(tuple(site.spots) for site in sites)) for name, sites in self.sites.items()
-        )
-
-
-def _pushed_elsewhere(spots, key):
-    """The uids of sows that only have a tangent and are of no call's tracing with this key: those of a
-    linear map that was made before, whose tangents are its values."""
-    letters = {}
-    for s in spots:
-        if is_raw(s) and s.uid[0] != key:
-            letters.setdefault(s.uid, set()).add(letters_of(s))
-    return {uid for uid, ls in letters.items() if ls == {("t",)}}
 
 
 # ---- what the user reads ----
@@ -227,7 +118,7 @@ def _answers(label, level_label):
     return label == level_label or (label == "grad" and level_label == "value_and_grad")
 
 
-def find(reaped, key, entry_of=None):
+def find(reaped, key):
     """The entry, or the sub-mapping, under a key: labels of transformations, then a name."""
     names = reaped._layout.sites
     given = key if isinstance(key, tuple) else (key,)
@@ -304,7 +195,8 @@ class Entry:
 
     Under two levels or more each attribute is an Entry of the levels further out, innermost level
     first: for grad(grad(f)), ``.cotangent.value`` is the inner dy/dv, and ``.value.cotangent`` the
-    derivative of the outer result in v. Used as an array, an Entry is its value.
+    derivative of the outer result in v. Used as an array, an Entry is its value; addressed by levels, as
+    in ``reaped["grad", "x"]``, it is the derivative that these levels make of it.
 
     ``.taken`` says whether (in a loop or under vmap: where) the value was sown, in a branch or a loop;
     ``.count`` is the number of iterations of a while_loop.
@@ -480,7 +372,7 @@ class Entry:
 
     @property
     def derivative(self):
-        """The value as the levels that were addressed made it: ``["grad", "x"]`` is dx/d(argument)."""
+        """The value as the levels that were addressed made it; the value itself if none were."""
         out = self
         while self.addressed and isinstance(out, Entry) and None in out._full():
             out = out.jacobian if out._has("jacobian") else out.tangent
@@ -490,13 +382,13 @@ class Entry:
         return self.fixed if self.fixed is not None else (None,) * self.order
 
     def __jax_array__(self):
-        return jnp.asarray(self.primal)
+        return jnp.asarray(self.derivative)
 
     def __array__(self, dtype=None, copy=None):
-        return np.asarray(self.primal, dtype=dtype)
+        return np.asarray(self.derivative, dtype=dtype)
 
     def __float__(self):
-        return float(self.primal)
+        return float(self.derivative)
 
     def __repr__(self):
         have = [a for a in ATTRIBUTES if self._has(a)]

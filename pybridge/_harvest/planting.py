@@ -5,7 +5,8 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from .entries import Entries, Entry, is_raw, letters_of
+from .entries import Entries, Entry
+from .layout import is_raw, letters_of
 from .primitive import HarvestError, path_of, show
 
 
