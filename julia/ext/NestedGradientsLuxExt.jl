@@ -6,10 +6,12 @@ using ChainRulesCore:
     HasReverseMode,
     NoTangent,
     RuleConfig,
+    Tangent,
+    ZeroTangent,
     rrule_via_ad,
     unthunk
-using Lux: Lux, LuxLib, NNlib
-using NestedGradients: DualMatrix, later
+using Lux: LuxLib, NNlib, StatefulLuxLayer
+using NestedGradients: NestedGradients, DualMatrix, captured, later, leafcotangents, tangent
 
 const fused_dense = LuxLib.fused_dense_bias_activation
 
@@ -81,6 +83,25 @@ for (TW, TX) in (
             return y, dense_pullback
         end
     end
+end
+
+# ---- StatefulLuxLayer ----
+#
+# Mutable, but Lux gives it a structural tangent with the one field `ps`; its state does not vary.
+
+function NestedGradients.captured(s::StatefulLuxLayer, path)
+    ps = captured(s.ps, (path..., :ps))
+    return ps === nothing ? nothing : (; ps)
+end
+function NestedGradients.tangent(cfg, s::StatefulLuxLayer, c)
+    return c === nothing ?
+        ZeroTangent() :
+        Tangent{typeof(s)}(; ps = tangent(cfg, s.ps, c.ps))
+end
+function NestedGradients.cotangents_of(cfg, s::StatefulLuxLayer, params, c)
+    return c === nothing ?
+        nothing :
+        (; ps = leafcotangents(cfg, s.ps, params.ps, get(c, :ps, nothing)))
 end
 
 end

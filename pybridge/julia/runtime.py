@@ -193,6 +193,7 @@ class Runtime:
 
     def run(self, plan: int, inputs, outputs) -> str | None:
         """Run a plan on NumPy arrays, already laid out; the report of an error, or None."""
+        _refuse_fork()
         report = self._run(plan, _pointers(inputs), _pointers(outputs))
         return self._text(report) if report else None
 

@@ -13,17 +13,22 @@ const GATE = Ref{Int32}(OPEN)
 const INSIDE = Threads.Atomic{Int}(0)
 const CALLS = Threads.Atomic{Int}(0)
 
-function refusal(gate, inside)
-    gate == CLOSED && return "Python is exiting, and Julia has ended before this call began"
-    gate == FORKED &&
-        return "this process was forked from the one that started Julia, and a Julia " *
-            "runtime does not survive a fork. Use multiprocessing's \"spawn\" start method"
-    inside > 1 &&
-        return "several threads are in Julia at once, and Julia runs without its signal " *
-            "handlers since juliacall was imported before pybridge. Import pybridge first, or set " *
-            "PYTHON_JULIACALL_HANDLE_SIGNALS=yes before Python starts"
-    return nothing
-end
+# What is said at a gate that is not open, as C strings made when the pointers are. A forked child
+# must get its answer without a single allocation or compilation: Julia's compiler writes new code
+# through a file that a fork shares with its parent, and would write it into the parent.
+const REFUSALS = Ref{NTuple{3, Ptr{UInt8}}}()
+
+refusals() = map(
+    why -> text(REPORT_START * "pybridge: " * why * REPORT_END),
+    (
+        "Python is exiting, and Julia has ended before this call began",
+        "this process was forked from the one that started Julia, and a Julia runtime does not survive \
+     a fork. Use multiprocessing's \"spawn\" start method",
+        "several threads are in Julia at once, and Julia runs without its signal handlers since \
+     juliacall was imported before pybridge or PYTHON_JULIACALL_HANDLE_SIGNALS=no. Use a Julia \
+     function of pybridge's first, and set PYTHON_JULIACALL_HANDLE_SIGNALS=yes",
+    ),
+)
 
 function execute(number, inputs::Buffers, outputs::Buffers)
     plan = (@atomic PLANS.plans)[number]
@@ -42,17 +47,15 @@ function handle(frame::Ptr{CallFrame})::Ptr{Cvoid}
     unsafe_load(field_pointer(frame, :extension_start)) == C_NULL ||
         (answer_metadata(frame) && return C_NULL)
     unsafe_load(field_pointer(frame, :stage)) == STAGE_EXECUTE || return C_NULL
+    gate = GATE[]
+    (gate == CLOSED || gate == FORKED) && return xla_error(frame, REFUSALS[][gate])
     inside = Threads.atomic_add!(INSIDE, 1) + 1
     Threads.atomic_add!(CALLS, 1)
     number = plan_number(frame)
-    result = C_NULL
+    result = Ptr{Cvoid}(C_NULL)
     try
-        gate = GATE[]
-        if gate != OPEN && (why = refusal(gate, inside)) !== nothing
-            result = xla_error(
-                frame,
-                REPORT_START * plan_name(number) * ": " * why * REPORT_END,
-            )
+        if gate == ALONE && inside > 1
+            result = xla_error(frame, REFUSALS[][ALONE])
         else
             inputs = unsafe_load(field_pointer(field_pointer(frame, :args), :buffers))
             outputs = unsafe_load(field_pointer(field_pointer(frame, :rets), :buffers))
@@ -67,16 +70,15 @@ end
 
 # The callback path: the same plan on addresses from NumPy. Returns NULL, or a text to be freed.
 function run(number::Int64, inputs::Ptr{Ptr{Cvoid}}, outputs::Ptr{Ptr{Cvoid}})::Ptr{UInt8}
+    gate = GATE[]
     inside = Threads.atomic_add!(INSIDE, 1) + 1
     Threads.atomic_add!(CALLS, 1)
     result = Ptr{UInt8}(C_NULL)
     try
-        gate = GATE[]
-        why = gate == OPEN ? nothing : refusal(gate, inside)
-        if why === nothing
-            execute(number, Buffers(inputs, false), Buffers(outputs, false))
+        if gate == CLOSED || gate == ALONE && inside > 1
+            result = text(unsafe_string(REFUSALS[][gate]))
         else
-            result = text(REPORT_START * plan_name(number) * ": " * why * REPORT_END)
+            execute(number, Buffers(inputs, false), Buffers(outputs, false))
         end
     catch e
         result = text(report(plan_name(number), e, catch_backtrace()))
@@ -110,6 +112,7 @@ release(p::Ptr{UInt8})::Cvoid = Libc.free(p)
 The addresses, for Python: made at run time, since a precompiled one would not be valid.
 """
 function pointers()
+    REFUSALS[] = refusals()
     addresses = (
         handle = @cfunction(handle, Ptr{Cvoid}, (Ptr{CallFrame},)),
         run = @cfunction(run, Ptr{UInt8}, (Int64, Ptr{Ptr{Cvoid}}, Ptr{Ptr{Cvoid}})),

@@ -122,19 +122,18 @@ function answer_metadata(frame::Ptr{CallFrame})
 end
 
 # XLA copies the message, and owns the error that this returns.
-function xla_error(frame::Ptr{CallFrame}, message::String)
+function xla_error(frame::Ptr{CallFrame}, message::Ptr{UInt8})
     api = unsafe_load(field_pointer(frame, :api))
     create = unsafe_load(field_pointer(api, :error_create))
-    GC.@preserve message begin
-        args = Ref(ErrorCreateArgs(
-            fieldoffset(ErrorCreateArgs, 4) + sizeof(Cint),
-            C_NULL,
-            pointer(message),
-            ERROR_INTERNAL,
-        ))
-        return ccall(create, Ptr{Cvoid}, (Ref{ErrorCreateArgs},), args)
-    end
+    size = fieldoffset(ErrorCreateArgs, 4) + sizeof(Cint)
+    args = Ref(ErrorCreateArgs(size, C_NULL, message, ERROR_INTERNAL))
+    return ccall(create, Ptr{Cvoid}, (Ref{ErrorCreateArgs},), args)
 end
+
+xla_error(frame::Ptr{CallFrame}, message::String) = GC.@preserve message xla_error(
+    frame,
+    pointer(message),
+)
 
 # The one attribute of a call is the number of its plan, an int64.
 function plan_number(frame::Ptr{CallFrame})
