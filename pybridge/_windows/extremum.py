@@ -17,7 +17,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from pybridge._windows import doubling
-from pybridge._windows.geometry import Axis, cell_at, cells
+from pybridge._windows.geometry import Axis, cell_at, cells, transposable_cells
 from pybridge._windows.reducer import identity
 from pybridge._windows.written import UNROLLED
 
@@ -104,15 +104,15 @@ def _pick(geometry, winner, tangent):
     axes = geometry.axes
     lead = next((i for i, a in enumerate(axes) if a.window > 1), None)
 
-    def chosen(cells, first):
+    def chosen(found, first):
         total = jnp.zeros(geometry.out, tangent.dtype)
-        for k, cell in enumerate(cells):
+        for k, cell in enumerate(found):
             offset = jnp.asarray(first + k, winner.dtype)
             total += jnp.where(winner == offset, cell, jnp.zeros((), cell.dtype))
         return total
 
     if lead is None:
-        return chosen(cells(line, axes), 0)
+        return chosen(transposable_cells(line, axes), 0)
     along = [axes[i] if i == lead else Axis(n, 1) for i, n in enumerate(line.shape)]
     across = [Axis(a.out, 1) if i == lead else a for i, a in enumerate(axes)]
     inner = geometry.count // axes[lead].window
@@ -120,7 +120,7 @@ def _pick(geometry, winner, tangent):
     def body(total, k):
         offset = [k if i == lead else 0 for i in range(len(axes))]
         row = cell_at(line, along, offset)
-        return total + chosen(cells(row, across), k * inner), None
+        return total + chosen(transposable_cells(row, across), k * inner), None
 
     start = jnp.zeros(geometry.out, tangent.dtype)
     return lax.scan(body, start, jnp.arange(axes[lead].window, dtype=jnp.int32))[0]
@@ -159,7 +159,7 @@ def _split(geometry, name, identity_init, x, init, tx, tinit):
 
 def _equal_cells(geometry, name, x, greatest, tx):
     columns = cells(geometry.line(x, identity(name, x.dtype)), geometry.axes)
-    tangents = cells(geometry.line(tx, 0), geometry.axes)
+    tangents = transposable_cells(geometry.line(tx, 0), geometry.axes)
     count = jnp.zeros(geometry.out, jnp.int32)
     total = jnp.zeros(geometry.out, x.dtype)
     for offset, cell, tangent in zip(geometry.offsets(), columns, tangents):

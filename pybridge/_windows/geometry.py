@@ -211,10 +211,22 @@ def phases(line, axis, stride):
 def cells(line, axes):
     """One array of shape ``out`` for each position of the window, in row-major order.
 
-    Array k holds, for each output, what the line holds at the window's k-th position. A strided
-    axis is first split into its phases, so that each array is a slice without a stride and the
-    transpose adds shifted arrays phase by phase and interleaves them once. The transpose of a
-    strided slice would be a padded array as large as the operand, one an offset.
+    Array k holds, for each output, what the line holds at the window's k-th position.
+    """
+    found = []
+    for offset in itertools.product(*(range(a.window) for a in axes)):
+        starts = [k * a.dilation for k, a in zip(offset, axes)]
+        stops = [s + (a.out - 1) * a.stride + 1 for s, a in zip(starts, axes)]
+        found.append(lax.slice(line, starts, stops, [a.stride for a in axes]))
+    return found
+
+
+def transposable_cells(line, axes):
+    """``cells``, for expressions that reverse mode transposes.
+
+    The transpose of a slice with a stride is a padded array as large as the operand, one an
+    offset. Here a strided axis is first split into its phases, so that each array is a slice
+    without a stride and the transpose adds shifted arrays phase by phase and interleaves them once.
     """
     parts = {(): line}
     for axis, a in enumerate(axes):
