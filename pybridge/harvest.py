@@ -122,8 +122,9 @@ def reap(fun, *, lazy=False, attributes=("value", "tangent", "cotangent")):
     otherwise use ``jax.jit(reap(fun))`` where speed matters.
 
     Under JAX's own transformations, what is well defined is there: ``.value`` and ``.cotangent`` under
-    jax.grad, ``.value`` and ``.tangent`` under jax.jvp, batch axis first under jax.vmap. For the rest,
-    and for two levels or more, use those of this module.
+    jax.grad, ``.value`` and ``.tangent`` under jax.jvp, and under jax.vmap, which keeps its out_axes to
+    itself, the batch axis first (in a scan: first in each row). For the rest, and for two levels or
+    more, use those of this module.
 
     In lax.scan values are stacked; in lax.while_loop the last one counts, with ``.count``; in lax.cond
     and switch the branch taken counts, and ``.taken`` tells for a name that not all of them sow.

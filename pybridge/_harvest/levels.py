@@ -332,6 +332,12 @@ def jacobians_of(form, fn, operands, ask, holomorphic):
         forward = False
     else:
         forward = columns <= rows
+    if forward and columns == 1 and not holomorphic:
+        (k, ids), *_ = wanted.items()
+        x = operands[k]
+        along = lambda x: values(*operands[:k], x, *operands[k + 1 :])
+        d = jax.jvp(along, (x,), (jnp.ones_like(x),))[1]
+        return {(f"j{k}", *i): d[i].reshape(*jnp.shape(d[i]), *jnp.shape(x)) for i in ids}
     by = jax.jacfwd if forward else jax.jacrev
     d = by(values, tuple(wanted), holomorphic=holomorphic)(*operands)
     return {(f"j{k}", *i): d[i][n] for n, k in enumerate(wanted) for i in wanted[k]}
