@@ -106,6 +106,29 @@ end
 
 release(p::Ptr{UInt8})::Cvoid = Libc.free(p)
 
+no_error(::Ptr{ErrorCreateArgs})::Ptr{Cvoid} = C_NULL
+
+# The way of a refusal, walked once, so that all of it is compiled before any fork.
+function rehearse_refusal()
+    frame, api = zeros(UInt8, sizeof(CallFrame)), zeros(UInt8, sizeof(Api))
+    GC.@preserve frame api begin
+        f, a = Ptr{CallFrame}(pointer(frame)), Ptr{Api}(pointer(api))
+        unsafe_store!(field_pointer(f, :api), a)
+        unsafe_store!(field_pointer(f, :stage), STAGE_EXECUTE)
+        create = @cfunction(no_error, Ptr{Cvoid}, (Ptr{ErrorCreateArgs},))
+        unsafe_store!(field_pointer(a, :error_create), create)
+        GATE[] = FORKED
+        ccall(
+            @cfunction(handle, Ptr{Cvoid}, (Ptr{CallFrame},)),
+            Ptr{Cvoid},
+            (Ptr{CallFrame},),
+            f,
+        )
+        GATE[] = OPEN
+    end
+    return nothing
+end
+
 """
     pointers() -> String
 
@@ -113,6 +136,7 @@ The addresses, for Python: made at run time, since a precompiled one would not b
 """
 function pointers()
     REFUSALS[] = refusals()
+    rehearse_refusal()
     addresses = (
         handle = @cfunction(handle, Ptr{Cvoid}, (Ptr{CallFrame},)),
         run = @cfunction(run, Ptr{UInt8}, (Int64, Ptr{Ptr{Cvoid}}, Ptr{Ptr{Cvoid}})),
