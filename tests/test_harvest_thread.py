@@ -1,6 +1,8 @@
 """The public thread "harvest after grad" (tensorflow/probability), its examples one by one with its
 numbers; what other threads asked for; and oryx's own documented examples, rewritten."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -291,3 +293,38 @@ def test_thread_4_an_entry_addressed_by_levels_is_the_derivative():
     assert float(named["x3"]) == 8
     assert float(named["grad", "x3"]) == np.asarray(named["grad"]["x3"]) == 12
     assert jnp.add(named["grad", "x3"].value, 0) == 8
+
+
+def test_oryx_harvest_plants_and_reaps_at_once():
+    both = lambda plants, x: reap(lambda x: plant(plus_two, plants)(x))(x)
+    out, named = both({"y": 0.0}, 5.0)
+    assert (out, named["y"].value) == (1, 0)
+    out, named = both({}, 5.0)
+    assert (out, named["y"].value) == (7, 6)
+
+
+def test_oryx_sow_cond():
+    """A value sown where a predicate holds, zeros where it never did: a cond, and a mark."""
+
+    def body(c, t):
+        keep = lambda c: sow(c * t, "kept")
+        jax.lax.cond(t % 2 == 0, keep, lambda c: c, c)
+        return c + 1, None
+
+    _, named = reap(lambda x: jax.lax.scan(body, x, jnp.arange(4))[0])(1.0)
+    assert named["kept"].taken.tolist() == [True, False, True, False]
+    assert named["kept"].value.tolist() == [0, 0, 6, 0]
+
+
+@pytest.mark.parametrize(
+    "name", ["grad", "value_and_grad", "jvp", "vmap", "jacfwd", "jacrev", "hessian", "linearize"]
+)
+def test_signatures_are_those_of_jax(name):
+    ours, theirs = (inspect.signature(getattr(m, name)).parameters for m in (harvest, jax))
+    assert [*ours][: len(theirs)] == [*theirs]
+    assert [p.default for p in ours.values()][: len(theirs)] == [p.default for p in theirs.values()]
+
+
+def test_jit_and_scan_are_those_of_jax():
+    assert harvest.jit is jax.jit
+    assert harvest.scan is jax.lax.scan

@@ -400,8 +400,7 @@ class Vmap:
     out_axes: tuple
     sow_axis: int
     size: int
-    axis_name: object
-    spmd_axis_name: object
+    names: tuple  # of jax.vmap's other options, as pairs
     label: str = "vmap"
 
     differentiates = False
@@ -420,8 +419,7 @@ class Vmap:
         return self.sow_axis % rank
 
     def map(self, fn, **axes):
-        names = {"axis_name": self.axis_name, "spmd_axis_name": self.spmd_axis_name}
-        return jax.vmap(fn, axis_size=self.size, **axes, **names)
+        return jax.vmap(fn, axis_size=self.size, **axes, **dict(self.names))
 
     def plain(self, fn):
         return self.map(lambda *xs: fn(*xs), in_axes=self.in_axes, out_axes=list(self.out_axes))
@@ -460,7 +458,8 @@ class Vmap:
         spots = {s.id: s for s in form.spots}
         avals = [unmapped(x, a) for x, a in zip(operands, self.in_axes)]
         avals += [jax.ShapeDtypeStruct(spots[i].shape, spots[i].dtype) for i in plants]
-        env = [(self.axis_name, self.size)] if self.axis_name is not None else None
+        name = dict(self.names)["axis_name"]
+        env = None if name is None else [(name, self.size)]
         return bind_level(level, fn, avals, [*operands, *(ask.plants[i] for i in plants)], env)
 
 

@@ -92,7 +92,7 @@ class Program:
         inputs = [x for x, u in zip([*consts, *operands], used_in) if u]
         kept = [c for c, u in zip(closed.consts, used_consts) if u]
         flat = jax.core.eval_jaxpr(jaxpr, kept, *inputs)
-        return jax.tree.unflatten(jax.tree.structure(shape), flat)
+        return jax.tree.unflatten(jax.tree.structure(shape), [jnp.asarray(v) for v in flat])
 
     def held(self):
         """The constants that belong to a trace, which must leave it as results."""

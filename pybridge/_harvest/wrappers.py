@@ -58,17 +58,24 @@ class Flat:
         return [*outs, *auxs]
 
 
-def _differentiation(label, fun, argnums, has_aux, holomorphic, allow_int, scalar, result):
+def _differentiation(
+    label, fun, argnums, has_aux, holomorphic, scalar, result, allow_int=False, reduce_axes=()
+):
     """grad and its kin. ``result(value, derivative, aux)`` is what the caller gets."""
     by_jax = {"grad": jax.grad, "value_and_grad": jax.value_and_grad}.get(label)
     by_jax = by_jax or {"jacfwd": jax.jacfwd, "jacrev": jax.jacrev}[label]
     options = {} if label == "jacfwd" else {"allow_int": allow_int}
+    options |= {"reduce_axes": reduce_axes} if reduce_axes else {}
     plain = by_jax(fun, argnums, has_aux=has_aux, holomorphic=holomorphic, **options)
 
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
         nums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-        if active.value is None or not all(-len(args) <= n < len(args) for n in nums):
+        if (
+            active.value is None
+            or reduce_axes
+            or not all(-len(args) <= n < len(args) for n in nums)
+        ):
             return plain(*args, **kwargs)
         nums = tuple(n % len(args) for n in nums)
         chosen = args[nums[0]] if isinstance(argnums, int) else tuple(args[n] for n in nums)
@@ -114,7 +121,7 @@ def _or_aux(has_aux):
     return lambda value, derivative, aux: (derivative, aux) if has_aux else derivative
 
 
-def grad(fun, argnums=0, has_aux=False, holomorphic=False, allow_int=False):
+def grad(fun, argnums=0, has_aux=False, holomorphic=False, allow_int=False, reduce_axes=()):
     """``jax.grad`` whose named values keep ``.value``, ``.cotangent`` and ``.jacobian`` under reap.
 
     For y = fun(x) and a value v = v(x) sown inside: ``.value`` is v; ``.cotangent`` is dy/dv, of v's
@@ -127,33 +134,33 @@ def grad(fun, argnums=0, has_aux=False, holomorphic=False, allow_int=False):
     (27.0, 27.0, 1.0)
     """
     return _differentiation(
-        "grad", fun, argnums, has_aux, holomorphic, allow_int, True, _or_aux(has_aux)
+        "grad", fun, argnums, has_aux, holomorphic, True, _or_aux(has_aux), allow_int, reduce_axes
     )
 
 
-def value_and_grad(fun, argnums=0, has_aux=False, holomorphic=False, allow_int=False):
+def value_and_grad(
+    fun, argnums=0, has_aux=False, holomorphic=False, allow_int=False, reduce_axes=()
+):
     """``jax.value_and_grad``; named values as with :func:`grad`."""
 
     def result(value, derivative, aux):
         return ((value, aux) if has_aux else value), derivative
 
     return _differentiation(
-        "value_and_grad", fun, argnums, has_aux, holomorphic, allow_int, True, result
+        "value_and_grad", fun, argnums, has_aux, holomorphic, True, result, allow_int, reduce_axes
     )
 
 
 def jacrev(fun, argnums=0, has_aux=False, holomorphic=False, allow_int=False):
     """``jax.jacrev``; named values as with :func:`grad`, ``.cotangent`` of shape y.shape + v.shape."""
     return _differentiation(
-        "jacrev", fun, argnums, has_aux, holomorphic, allow_int, False, _or_aux(has_aux)
+        "jacrev", fun, argnums, has_aux, holomorphic, False, _or_aux(has_aux), allow_int
     )
 
 
 def jacfwd(fun, argnums=0, has_aux=False, holomorphic=False):
     """``jax.jacfwd``; each named value has ``.value`` and ``.jacobian``, laid out as the result's."""
-    return _differentiation(
-        "jacfwd", fun, argnums, has_aux, holomorphic, False, False, _or_aux(has_aux)
-    )
+    return _differentiation("jacfwd", fun, argnums, has_aux, holomorphic, False, _or_aux(has_aux))
 
 
 def hessian(fun, argnums=0, has_aux=False, holomorphic=False):
@@ -210,6 +217,7 @@ def vmap(
     axis_name=None,
     axis_size=None,
     spmd_axis_name=None,
+    sum_match=False,
     *,
     sow_axes=None,
 ):
@@ -226,6 +234,7 @@ def vmap(
     ((7, 3), (7, 3))
     """
     names = {"axis_name": axis_name, "spmd_axis_name": spmd_axis_name}
+    names |= {"sum_match": sum_match} if sum_match else {}
     plain = jax.vmap(fun, in_axes, out_axes, axis_size=axis_size, **names)
 
     @functools.wraps(fun)
@@ -251,7 +260,7 @@ def vmap(
         if not sows_in(closed.jaxpr):
             return plain(*args, **kwargs)
         out = _prefix(out_axes, jax.tree.unflatten(flat.out_tree, [0] * flat.n_out))
-        level = Vmap(mapped, tuple(out), _sow_axis(out, sow_axes), size, **names)
+        level = Vmap(mapped, tuple(out), _sow_axis(out, sow_axes), size, tuple(names.items()))
         return jax.tree.unflatten(flat.out_tree, bind_traced(level, closed, operands))
 
     return wrapped
