@@ -128,12 +128,21 @@ function run_lent(plan, inputs, outputs)
     leaf = only(plan.out)
     loan = Loan(pointer_for(leaf, data(outputs, 1)), leaf.dims, false, true)
     try
-        run_sample(plan, inputs, outputs, loan)
+        lent = each_group(
+            (leaves, first, _) -> lent_leaves(leaves, inputs, first, loan),
+            plan,
+        )
+        run_sample(plan, lent, outputs, loan)
     finally
         loan.valid = false
     end
     return nothing
 end
+
+@generated lent_leaves(leaves::T, buffers, first, loan) where {T <: Tuple} = each_given(
+    T,
+    (i, n) -> :(load(leaves[$i], data(buffers, first + $(n - 1)), loan)),
+)
 
 pointer_for(::Leaf{T}, p) where {T} = Ptr{T}(p)
 

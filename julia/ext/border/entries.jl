@@ -44,9 +44,9 @@ end
 
 # XLA's handler, one for every function, order and shape.
 function handle(frame::Ptr{CallFrame})::Ptr{Cvoid}
-    unsafe_load(field_pointer(frame, :extension_start)) == C_NULL ||
+    unsafe_load(field_pointer(frame, Val(:extension_start))) == C_NULL ||
         (answer_metadata(frame) && return C_NULL)
-    unsafe_load(field_pointer(frame, :stage)) == STAGE_EXECUTE || return C_NULL
+    unsafe_load(field_pointer(frame, Val(:stage))) == STAGE_EXECUTE || return C_NULL
     gate = GATE[]
     (gate == CLOSED || gate == FORKED) && return xla_error(frame, REFUSALS[][gate])
     inside = Threads.atomic_add!(INSIDE, 1) + 1
@@ -57,8 +57,14 @@ function handle(frame::Ptr{CallFrame})::Ptr{Cvoid}
         if gate == ALONE && inside > 1
             result = xla_error(frame, REFUSALS[][ALONE])
         else
-            inputs = unsafe_load(field_pointer(field_pointer(frame, :args), :buffers))
-            outputs = unsafe_load(field_pointer(field_pointer(frame, :rets), :buffers))
+            inputs = unsafe_load(field_pointer(
+                field_pointer(frame, Val(:args)),
+                Val(:buffers),
+            ))
+            outputs = unsafe_load(field_pointer(
+                field_pointer(frame, Val(:rets)),
+                Val(:buffers),
+            ))
             execute(number, Buffers(inputs, true), Buffers(outputs, true))
         end
     catch e
@@ -113,10 +119,10 @@ function rehearse_refusal()
     frame, api = zeros(UInt8, sizeof(CallFrame)), zeros(UInt8, sizeof(Api))
     GC.@preserve frame api begin
         f, a = Ptr{CallFrame}(pointer(frame)), Ptr{Api}(pointer(api))
-        unsafe_store!(field_pointer(f, :api), a)
-        unsafe_store!(field_pointer(f, :stage), STAGE_EXECUTE)
+        unsafe_store!(field_pointer(f, Val(:api)), a)
+        unsafe_store!(field_pointer(f, Val(:stage)), STAGE_EXECUTE)
         create = @cfunction(no_error, Ptr{Cvoid}, (Ptr{ErrorCreateArgs},))
-        unsafe_store!(field_pointer(a, :error_create), create)
+        unsafe_store!(field_pointer(a, Val(:error_create)), create)
         GATE[] = FORKED
         ccall(
             @cfunction(handle, Ptr{Cvoid}, (Ptr{CallFrame},)),

@@ -94,37 +94,35 @@ struct CallFrame
     future::Ptr{Cvoid}
 end
 
-field_pointer(p::Ptr{T}, name::Symbol) where {T} = _field_pointer(p, Val(name))
-
-@generated function _field_pointer(p::Ptr{T}, ::Val{name}) where {T, name}
+@generated function field_pointer(p::Ptr{T}, ::Val{name}) where {T, name}
     i = findfirst(==(name), fieldnames(T))
     return :(Ptr{$(fieldtype(T, i))}(p + $(fieldoffset(T, i))))
 end
 
 # XLA asks a new handler which version of the interface it was written for.
 function answer_metadata(frame::Ptr{CallFrame})
-    extension = unsafe_load(field_pointer(frame, :extension_start))
+    extension = unsafe_load(field_pointer(frame, Val(:extension_start)))
     while extension != C_NULL
-        if unsafe_load(field_pointer(extension, :type)) == EXTENSION_METADATA
+        if unsafe_load(field_pointer(extension, Val(:type))) == EXTENSION_METADATA
             metadata = unsafe_load(field_pointer(
                 Ptr{MetadataExtension}(extension),
-                :metadata,
+                Val(:metadata),
             ))
-            version = field_pointer(metadata, :api_version)
-            unsafe_store!(field_pointer(version, :major_version), API_MAJOR)
-            unsafe_store!(field_pointer(version, :minor_version), API_MINOR)
-            unsafe_store!(field_pointer(metadata, :traits), UInt32(0))
+            version = field_pointer(metadata, Val(:api_version))
+            unsafe_store!(field_pointer(version, Val(:major_version)), API_MAJOR)
+            unsafe_store!(field_pointer(version, Val(:minor_version)), API_MINOR)
+            unsafe_store!(field_pointer(metadata, Val(:traits)), UInt32(0))
             return true
         end
-        extension = unsafe_load(field_pointer(extension, :next))
+        extension = unsafe_load(field_pointer(extension, Val(:next)))
     end
     return false
 end
 
 # XLA copies the message, and owns the error that this returns.
 function xla_error(frame::Ptr{CallFrame}, message::Ptr{UInt8})
-    api = unsafe_load(field_pointer(frame, :api))
-    create = unsafe_load(field_pointer(api, :error_create))
+    api = unsafe_load(field_pointer(frame, Val(:api)))
+    create = unsafe_load(field_pointer(api, Val(:error_create)))
     size = fieldoffset(ErrorCreateArgs, 4) + sizeof(Cint)
     args = Ref(ErrorCreateArgs(size, C_NULL, message, ERROR_INTERNAL))
     return ccall(create, Ptr{Cvoid}, (Ref{ErrorCreateArgs},), args)
@@ -137,8 +135,8 @@ xla_error(frame::Ptr{CallFrame}, message::String) = GC.@preserve message xla_err
 
 # The one attribute of a call is the number of its plan, an int64.
 function plan_number(frame::Ptr{CallFrame})
-    attributes = field_pointer(frame, :attrs)
-    values = unsafe_load(field_pointer(attributes, :attrs))
+    attributes = field_pointer(frame, Val(:attrs))
+    values = unsafe_load(field_pointer(attributes, Val(:attrs)))
     scalar = Ptr{Scalar}(unsafe_load(values))
-    return unsafe_load(Ptr{Int64}(unsafe_load(field_pointer(scalar, :value))))
+    return unsafe_load(Ptr{Int64}(unsafe_load(field_pointer(scalar, Val(:value)))))
 end

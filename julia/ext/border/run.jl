@@ -10,7 +10,7 @@ end
 
 @inline function data(buffers::Buffers, i)
     p = unsafe_load(buffers.pointers, i)
-    return buffers.framed ? unsafe_load(field_pointer(Ptr{Buffer}(p), :data)) : p
+    return buffers.framed ? unsafe_load(field_pointer(Ptr{Buffer}(p), Val(:data))) : p
 end
 
 @inline offset(strides::NTuple{L, Int}, at::NTuple{L, Int}) where {L} = sum(
@@ -54,15 +54,25 @@ samples(sizes::NTuple{L, Int}) where {L} = (
     for c in CartesianIndices(reverse(sizes))
 )
 
+# What all samples share is loaded once a call, the rest for each sample.
+is_shared(leaf::Leaf) = all(iszero, leaf.strides)
+is_shared(leaf) = true
+
+load_shared(leaf::Leaf{T, 0}, p) where {T} = load(leaf, p, map(zero, leaf.strides))
+load_shared(leaf::Leaf{T, N}, p) where {T, N} = is_shared(leaf) ?
+    load(leaf, p, map(zero, leaf.strides)) :
+    Array{T, N}(undef, ntuple(_ -> 0, Val(N)))
+load_shared(leaf, p) = load(leaf, p, ())
+
 # Generated: leaves of mixed types, and there may be more than inference follows in a tuple.
-@generated function load_leaves(leaves::T, buffers, first, at) where {T <: Tuple}
+each_given(T, expression) = begin
     given = 0
-    loads = map(1:fieldcount(T)) do i
-        fieldtype(T, i) === Nothing && return :(nothing)
-        given += 1
-        :(load(leaves[$i], data(buffers, first + $(given - 1)), at))
-    end
-    return :(($(loads...),))
+    Expr(
+        :tuple,
+        map(1:fieldcount(T)) do i
+            fieldtype(T, i) === Nothing ? :(nothing) : expression(i, (given += 1))
+        end...,
+    )
 end
 
 count_given(::Type{T}) where {T <: Tuple} = count(
@@ -70,15 +80,75 @@ count_given(::Type{T}) where {T <: Tuple} = count(
     1:fieldcount(T),
 )
 
-@generated function load_slots(plan::Plan{F, A, R, Z, S}, buffers, at) where {F, A, R, Z, S}
+@generated shared_leaves(leaves::T, buffers, first) where {T <: Tuple} = each_given(
+    T,
+    (i, n) -> :(load_shared(leaves[$i], data(buffers, first + $(n - 1)))),
+)
+
+@generated sample_leaves(leaves::T, shared, buffers, first, at) where {T <:
+    Tuple} = each_given(
+    T,
+    (i, n) -> quote
+        is_shared(leaves[$i]) ?
+            shared[$i] :
+            load(leaves[$i], data(buffers, first + $(n - 1)), at)
+    end,
+)
+
+# Applies `f(leaves, first operand)` to z and to each slot: a tuple of (z, slots...).
+@generated function each_group(f, plan::Plan{F, A, R, Z, S}) where {F, A, R, Z, S}
     first = count_given(Z) + 1
-    loads = map(1:fieldcount(S)) do j
+    groups = map(1:fieldcount(S)) do j
         start = first
         first += count_given(fieldtype(S, j))
-        :(load_leaves(plan.slots[$j], buffers, $start, at))
+        :(f(plan.slots[$j], $start, $(j + 1)))
     end
-    return :(($(loads...),))
+    return :((f(plan.z, 1, 1), $(groups...)))
 end
+
+load_shared_groups(plan::Plan, inputs) = each_group(
+    (leaves, first, _) -> shared_leaves(leaves, inputs, first),
+    plan,
+)
+
+load_sample(plan::Plan, shared, inputs, at) = each_group(plan) do leaves, first, group
+    sample_leaves(leaves, shared[group], inputs, first, at)
+end
+
+# A function that changes an argument which all samples share would be given it changed at the next.
+function check_shared(plan::Plan, shared, inputs)
+    unchanged = each_group(plan) do leaves, first, group
+        all(same_leaves(leaves, shared[group], inputs, first))
+    end
+    all(unchanged) ||
+        error(
+            "the function changed an argument that all samples of a vmap share; copy it first, or \
+         map over that argument too",
+        )
+    return nothing
+end
+
+@generated same_leaves(leaves::T, shared, buffers, first) where {T <: Tuple} = Expr(
+    :tuple,
+    filter(
+        !=(:(nothing)),
+        each_given(
+            T,
+            (i, n) -> :(same(leaves[$i], shared[$i], data(buffers, first + $(n - 1)))),
+        ).args,
+    )...,
+)
+
+same(leaf, value, p) = true
+same(leaf::Leaf, value::Array, p) = GC.@preserve value is_shared(leaf) ?
+    iszero(
+        @ccall memcmp(
+            pointer(value)::Ptr{Cvoid},
+            p::Ptr{Cvoid},
+            sizeof(value)::Csize_t,
+        )::Cint
+    ) :
+    true
 
 # ---- storing ------------------------------------------------------------------------------------
 
@@ -194,33 +264,38 @@ const BACKEND = AutoZygote()
     outputs::Buffers,
 ) where {F, A, R, Z, S, O} = islent(Z) ?
     run_lent(plan, inputs, outputs) :
-    run_sample(plan, inputs, outputs, ())
+    run_sample(plan, load_shared_groups(plan, inputs), outputs, ())
 
 function (plan::Plan)(inputs::Buffers, outputs::Buffers)
     zero_sums!(plan.out, outputs)
     if plan.threads
         run_chunks(plan, inputs, outputs)
     else
-        for at in samples(plan.sizes)
-            run_sample(plan, inputs, outputs, at)
-        end
+        run_samples(plan, inputs, outputs, samples(plan.sizes))
     end
     return nothing
 end
 
+function run_samples(plan, inputs, outputs, positions)
+    shared = load_shared_groups(plan, inputs)
+    for at in positions
+        run_sample(plan, load_sample(plan, shared, inputs, at), outputs, at)
+    end
+    return check_shared(plan, shared, inputs)
+end
+
 function run_sample(
     plan::Plan{F, A, R, Z, S, O, L, Open},
-    inputs,
+    (z, given...),
     outputs,
     at,
 ) where {F, A, R, Z, S, O, L, Open}
-    args = NestedGradients.fill(plan.args, load_leaves(plan.z, inputs, 1, at))
+    args = NestedGradients.fill(plan.args, z)
     if Open == 0 && fieldcount(S) == 1
         value = plan.call(args...)
         store_leaves!(plan.out, outputs, at, NestedGradients.flatten(plan.result, value))
         return nothing
     end
-    given = load_slots(plan, inputs, at)
     slots = ntuple(Val(fieldcount(S))) do j
         if j == Open + 1
             nothing
@@ -230,14 +305,8 @@ function run_sample(
             NestedGradients.fill(plan.args, given[j])
         end
     end
-    value = form(
-        BACKEND,
-        plan.call,
-        args,
-        slots,
-        plan.open;
-        wanted = Open == 0 ? nothing : plan.wanted,
-    )
+    wanted = Open == 0 ? nothing : plan.wanted
+    value = form(BACKEND, plan.call, args, slots, plan.open; wanted)
     skeleton = Open == 0 ? plan.result : plan.args
     store_leaves!(plan.out, outputs, at, NestedGradients.flatten(skeleton, value))
     return nothing
@@ -274,9 +343,7 @@ function run_chunk(plan, inputs, outputs, chunk, own)
     ]
     GC.@preserve own pointers begin
         target = Buffers(pointer(pointers), false)
-        for at in chunk
-            run_sample(plan, inputs, target, at)
-        end
+        run_samples(plan, inputs, target, chunk)
     end
     return nothing
 end
