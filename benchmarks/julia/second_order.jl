@@ -2,6 +2,9 @@
 #
 #     julia --project=ENV benchmarks/julia/second_order.jl [repetitions]
 #
+# Times are processor times of the one thread that works (BLAS is set to one thread), so that other load
+# on the machine counts little; each figure is a median, the contenders take turns.
+#
 # The pass is T_1: dual numbers on x, one reverse pass, cotangents of x and of the parameters. Beside it
 # in the same interleaved run: ForwardDiff's own duals (an `Array` of them), nested AD as Lux does it and
 # as `nested_gradient` does it (the gradient of a sum of squares of an inner gradient).
@@ -39,20 +42,28 @@ const MODELS = [
     ),
 ]
 
-# Every contender once a round, so that other load on the machine falls on all alike.
+"Processor time of this thread in seconds (POSIX clock 3, CLOCK_THREAD_CPUTIME_ID)."
+function cputime()
+    t = Ref((Clong(0), Clong(0)))
+    ccall(:clock_gettime, Cint, (Cint, Ref{Tuple{Clong, Clong}}), 3, t)
+    return t[][1] + 1.0e-9 * t[][2]
+end
+
 function medians(contenders)
     times = [Float64[] for _ in contenders]
     foreach(f -> (f(); f()), contenders)
     for _ in 1:SAMPLES, (f, t) in zip(contenders, times)
-        push!(t, @elapsed f())
+        start = cputime()
+        f()
+        push!(t, cputime() - start)
     end
     return map(median, times)
 end
 
 function measure(name, model, dims)
     rng = Xoshiro(0)
-    ps, st = Lux.setup(rng, model)
-    st = Lux.testmode(st)
+    ps, state = Lux.setup(rng, model)
+    st = Lux.testmode(state)
     x, v = randn(rng, Float32, dims...), randn(rng, Float32, dims...)
     loss(x, ps) = sum(first(model(x, ps, st)))
     plain = map((a, b) -> Dual{:plain}(a, b), x, v)
@@ -77,6 +88,7 @@ function measure(name, model, dims)
 end
 
 function main()
+    BLAS.set_num_threads(1)
     println(
         "medians of $SAMPLES interleaved runs, ",
         BLAS.get_num_threads(),

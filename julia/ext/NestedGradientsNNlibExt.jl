@@ -6,7 +6,7 @@ module NestedGradientsNNlibExt
 
 using ChainRulesCore: ChainRulesCore, NoTangent, unthunk
 using ForwardDiff: Dual
-using NestedGradients: DualArray, Level, bilinear, dual, moved, outermost, parts
+using NestedGradients: DualArray, Level, bilinear, dual, moved, parts
 using NNlib: NNlib, ConvDims, PoolDims
 
 # ---- activations ----
@@ -24,17 +24,17 @@ end
 
 # ---- products ----
 
-for op in (:conv, :depthwiseconv, :∇conv_data, :∇conv_filter)
-    f(cdims, kw) = :((a, b) -> NNlib.$op(a, b, $cdims; $kw...))
+# Lux has methods for arrays of dual numbers of one tag; of the partners of ours, it keeps the interleaved.
+const Plain = Union{AbstractFloat, Integer}
+for op in (:conv, :∇conv_data, :∇conv_filter)
     for (A, B) in (
-            (:(DualArray{<:Dual{G, T, P}, N}), :(AbstractArray{<:Real, N})),
-            (:(AbstractArray{<:Real, N}), :(DualArray{<:Dual{G, T, P}, N})),
+            (:(DualArray{<:Dual{G, T, P}, N}), :(AbstractArray{<:Plain, N})),
+            (:(AbstractArray{<:Plain, N}), :(DualArray{<:Dual{G, T, P}, N})),
             (:(DualArray{<:Dual{G, T, P}, N}), :(DualArray{<:Dual{G, <:Real, P}, N})),
-            (:(DualArray{<:Dual{G, T, P}, N}), :(AbstractArray{<:Dual{G, <:Real, P}, N})),
-            (:(AbstractArray{<:Dual{G, <:Real, P}, N}), :(DualArray{<:Dual{G, T, P}, N})),
+            (:(DualArray{<:Dual{G, T, P}, N}), :(DualArray{<:Dual{<:Any, <:Real}, N})),
         )
         @eval function NNlib.$op(a::$A, b::$B, cdims::ConvDims; kw...) where {G, T, P, N}
-            return bilinear($(f(:cdims, :kw)), a, b)
+            return bilinear((x, y) -> NNlib.$op(x, y, cdims; kw...), a, b)
         end
     end
 end

@@ -173,6 +173,7 @@ end
 outermost(xs...) = outertag(map(x -> tagof(typeof(x)), xs)...)
 tagof(::Type{<:AbstractArray{T}}) where {T} = tagof(T)
 tagof(::Type) = Nothing
+tagof(::Type{Union{}}) = Nothing
 tagof(::Type{LevelDual{J, C, T}}) where {J, C, T} = Level{J, C}
 outertag(::Type{G}) where {G} = G
 outertag(::Type{G}, ::Type{H}, rest...) where {G, H} = outertag(outer(G, H), rest...)

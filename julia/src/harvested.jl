@@ -54,10 +54,10 @@ still(e::Union{Number, AbstractArray}) = eltype(e) <:
     Union{AbstractFloat, Complex{<:AbstractFloat}}
 still(e::Union{Tuple, NamedTuple}) = all(still, e)
 still(::Nothing) = true
-plus(x, ::Nothing) = x
-plus(x::Number, e) = x + e
-plus(x::AbstractArray, e) = x .+ e
-plus(x::Union{Tuple, NamedTuple}, e) = map(plus, x, e)
+plus(x, e) = e === nothing ? x : shifted(x, e)
+shifted(x::Number, e) = x + e
+shifted(x::AbstractArray, e) = x .+ e
+shifted(x::Union{Tuple, NamedTuple}, e) = map(plus, x, e)
 
 # ---- the call, and its reverse pass ----
 

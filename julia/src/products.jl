@@ -55,9 +55,10 @@ mutable struct Later{T, F, A, B} <: AbstractMatrix{T}
     const b::B
     const size::Dims{2}
     computed::Union{Nothing, Matrix{T}}
-end
-function Later{T}(f::F, a::A, b::B, size) where {T, F, A, B}
-    return Later{T, F, A, B}(f, a, b, size, nothing)
+
+    function Later{T}(f::F, a::A, b::B, size) where {T, F, A, B}
+        return new{T, F, A, B}(f, a, b, size, nothing)
+    end
 end
 Base.size(L::Later) = L.size
 Base.IndexStyle(::Type{<:Later}) = IndexLinear()

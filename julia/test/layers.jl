@@ -11,7 +11,6 @@ using Lux:
     Chain,
     Conv,
     ConvTranspose,
-    CrossCor,
     Dense,
     Embedding,
     FlattenLayer,
@@ -79,7 +78,11 @@ const LAYERS = [
     )
     ("Conv in groups", Conv((2, 2), 2 => 4; groups = 2), (3, 3, 2, 1))
     ("Conv of one dimension", Conv((3,), 1 => 2, gelu), (5, 1, 2))
-    ("CrossCor", Conv((2, 2), 1 => 1, tanh; cross_correlation = true), (3, 3, 1, 2))
+    (
+        "cross-correlation",
+        Conv((2, 2), 1 => 1, tanh; cross_correlation = true),
+        (3, 3, 1, 2),
+    )
     ("ConvTranspose", ConvTranspose((2, 2), 2 => 1, tanh), (3, 2, 2, 1))
     ("BatchNorm in test mode", BatchNorm(2, tanh), (2, 4))
     ("BatchNorm of images", BatchNorm(2), (2, 2, 2, 2))
