@@ -320,3 +320,9 @@ def test_membership():
     assert "a" in named
     for key in ("b", 3, ("a", 1.5)):
         assert key not in named
+
+
+def test_branches_that_sow_one_name_in_two_shapes():
+    two = lambda x: jax.lax.cond(x[0] > 0, lambda x: sow(x, "a")[0], lambda x: sow(x[0], "a"), x)
+    with pytest.raises(HarvestError, match="in branches: of one shape"):
+        reap(two)(jnp.ones(2))

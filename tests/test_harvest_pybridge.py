@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pybridge import bounded_fori_loop, bounded_while_loop, harvest, nested_grad, reduce_window
+from pybridge.engines.jax import JaxFunction
 from pybridge.harvest import HarvestError, Undefined, plant, reap, sow
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -166,3 +167,11 @@ def test_nested_grad_of_a_python_loss():
     # sum (cos(v) 2 p x)^2: its derivatives in v and in cos(v)
     same(e.value.cotangent, -2 * np.cos(v) * np.sin(v) * (4 * x) ** 2)
     same(e.cotangent.cotangent, 2 * np.cos(v) * (4 * x) ** 2)
+
+
+def test_a_form_of_a_python_function_is_refused():
+    f = JaxFunction(loss)
+    for _ in range(2):  # the second meets the function's own table
+        with pytest.raises(HarvestError, match=r"'v' is sown at .* Call the function itself"):
+            reap(f)(jnp.ones(2), 2.0)
+    assert f(jnp.ones(2), 2.0) == loss(jnp.ones(2), 2.0)

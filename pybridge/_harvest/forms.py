@@ -165,8 +165,14 @@ class JaxprForm:
                     f"Return the value from the function instead, or sow it outside. If jax.grad made this "
                     f"equation of a loop, use pybridge.harvest.grad."
                 )
-            form = RULES[eqn.primitive](eqn, inner)
-            self.parts[i] = form
+            try:
+                self.parts[i] = RULES[eqn.primitive](eqn, inner)
+            except KeyError as error:
+                raise HarvestError(
+                    f"{show(held[0]['path'])} is sown inside {eqn.primitive.name}, which jax {jax.__version__} "
+                    f"describes by other parameters than reap knows ({error} is not among "
+                    f"{', '.join(eqn.params)}). Use the jax that pybridge was tested with."
+                ) from error
         share_points(self.parts.values())
         self.spots = tuple(s.under(f"{i}") for i, form in self.parts.items() for s in form.spots)
 

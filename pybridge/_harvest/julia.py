@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from pybridge import jets
 
 from .forms import Spot, prefixed, rule, run_eqn
-from .primitive import HIDDEN, HarvestError, new_uid, show
+from .primitive import HIDDEN, HarvestError, new_uid, show, sown_in_eqn, sows_in
 
 
 @dataclasses.dataclass
@@ -106,13 +106,23 @@ def _moves(struct):
 def _params(eqn_params):
     """What is sown in a form, as the parameters of sow equations are."""
     function = eqn_params["function"]
-    sown = sown_by(function) if is_julia(function) else None
+    if not is_julia(function):
+        return _in_python(function)
+    sown = sown_by(function)
     if sown is None:
         return ()
     return tuple(
         {"path": (n,), "uid": sown.uids[n], "where": f"the Julia function {function!r}"}
         for n in sown.names
     )
+
+
+def _in_python(function):
+    """What a Python function behind a form sows: reason to refuse it, the form hides it for nothing."""
+    if function not in _known:
+        args = jax.tree.unflatten(function.in_tree, function.in_avals)
+        _known[function] = sows_in(jax.make_jaxpr(function.target.f)(*args).jaxpr)
+    return _known[function]
 
 
 HIDDEN[jets.form_p] = _params
@@ -130,6 +140,12 @@ class JuliaForm:
         del inner
         p = self.params = eqn.params
         self.eqn, self.function = eqn, p["function"]
+        if not is_julia(self.function):
+            name, where = (sown_in_eqn(eqn)[0][k] for k in ("path", "where"))
+            raise HarvestError(
+                f"{show(name)} is sown at {where} inside a form of the Python function {self.function!r}. Call "
+                f"the function itself, or give it to pybridge.nested_grad."
+            )
         self.sown = sown_by(self.function)
         self.n = len(p["sflags"]) - 1
         if p["sizes"]:

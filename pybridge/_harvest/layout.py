@@ -84,7 +84,7 @@ class Layout:
             return sites
         raise HarvestError(
             f"{show(name)} is sown twice in one run: at {one.where} and at {two.where}. Accepted: one sow a "
-            f'name, or mode="append" to collect, mode="last" to overwrite (the same mode at each sow). '
+            f'name (in branches: of one shape and dtype), or mode="append" to collect, mode="last" to overwrite (the same mode at each sow). '
             f"Give the second another name, or a prefix by pybridge.nest(f, scope)."
         )
 
