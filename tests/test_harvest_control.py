@@ -164,6 +164,44 @@ def test_a_tangent_sown_in_a_jvp_rule():
     assert named["t"].value == 2
 
 
+def scaled(w):
+    """A custom_vjp made inside the function that is differentiated, closing over what is traced there."""
+
+    @jax.custom_vjp
+    def f(x):
+        return sow(x * w, "a")
+
+    f.defvjp(lambda x: (sow(x * w, "a"), None), lambda _, ct: (sow(ct, "ct") * w,))
+    return f
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["", "jit"])
+def test_a_rule_that_closes_over_a_traced_value(wrap):
+    loss = lambda w, x: scaled(w)(sow(x * 2, "pre")) ** 2
+    out, named = reap(wrap(harvest.grad(loss, argnums=1)))(2.0, 3.0)
+    assert out == 96  # d (4 x)^2
+    assert {k: float(e.value) for k, e in named.items()} == {"pre": 6, "a": 12, "ct": 24}
+    assert (named["pre"].cotangent, named["pre"].jacobian) == (48, 2)
+    (_, dout), named = reap(
+        wrap(lambda w, x: harvest.jvp(harvest.grad(loss, 1), (w, x), (0.0, 1.0)))
+    )(2.0, 3.0)
+    assert (dout, named["pre"].cotangent.tangent) == (32, 16)
+
+
+def test_a_rule_that_closes_over_a_scanned_value():
+    slope = lambda t, c: harvest.grad(lambda x: jnp.sin(scaled(t)(sow(x**3, "pre"))))(c)
+    f = lambda x: lax.scan(lambda c, t: (c + slope(t, c), None), x, jnp.arange(1.0, 4.0))[0]
+    _, named = reap(f)(0.5)
+    x, pre, cts = 0.5, [], []
+    for t in (1.0, 2.0, 3.0):
+        pre.append(x**3)
+        cts.append(np.cos(t * x**3))
+        x += t * cts[-1] * 3 * x**2
+    np.testing.assert_allclose(named["pre"].value, pre, rtol=1e-5)
+    np.testing.assert_allclose(named["ct"].value, cts, rtol=1e-3)
+    np.testing.assert_allclose(named["pre"].cotangent, np.array(cts) * [1, 2, 3], rtol=1e-3)
+
+
 def test_relu_and_friends_around_a_named_value():
     x = jnp.array([-1.0, 2.0])
     _, named = reap(harvest.grad(lambda x: jnp.sum(jax.nn.relu(sow(x * 3, "h")))))(x)

@@ -2,6 +2,7 @@
 
 primitive  the named identity, and the session that asks for names
 forms      a jaxpr as a function of perturbations and to named values, one class an equation
+equation   how a level stands in a program
 levels     what grad, jvp, vmap and their kin make of such a function
 wrappers   JAX's transformations with JAX's signatures, which leave a level in the program
 program    a function traced under a session, in two passes

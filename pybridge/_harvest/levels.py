@@ -21,104 +21,12 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive, primitives
-from jax.interpreters import ad, batching, mlir
+from jax.extend.core import primitives
 from jax.interpreters import partial_eval as pe
 
-from .forms import Ask, form_of, rule
+from .equation import bind_level
+from .forms import Ask
 from .primitive import HarvestError, show, sows_in, subjaxprs
-
-# ---- the equation ----
-
-level_p = Primitive("harvest_level")
-level_p.multiple_results = True
-
-
-def bind_level(level, fn, avals, operands, axis_env=None):
-    """Leave ``level`` of the flat function ``fn`` in the program as one equation."""
-    closed = jax.make_jaxpr(fn, axis_env=axis_env)(*avals)
-    return bind_traced(level, closed, operands)
-
-
-def bind_traced(level, closed, operands):
-    return level_p.bind(
-        *closed.consts, *operands, jaxpr=closed.jaxpr, n_consts=len(closed.consts), level=level
-    )
-
-
-def _plain(jaxpr, n_consts, level):
-    """What the equation computes, by JAX's own transformation."""
-
-    def run(*operands):
-        consts = operands[:n_consts]
-        return level.plain(lambda *xs: jax.core.eval_jaxpr(jaxpr, consts, *xs))(
-            *operands[n_consts:]
-        )
-
-    return run
-
-
-# Outside of a session, and under JAX's own transformations, the equation is what it computes: each rule
-# is that of the code inside, where the sows then leave their marks one by one.
-
-
-@level_p.def_impl
-def _impl(*operands, **params):
-    return _plain(**params)(*operands)
-
-
-@level_p.def_abstract_eval
-def _abstract(*avals, **params):
-    outs = jax.eval_shape(_plain(**params), *avals)
-    return [jax.core.ShapedArray(o.shape, o.dtype, weak_type=o.weak_type) for o in outs]
-
-
-def _jvp_rule(primals, tangents, **params):
-    moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
-
-    def run(*moved):
-        full = list(primals)
-        for i, x in zip(moving, moved):
-            full[i] = x
-        return _plain(**params)(*full)
-
-    outs, douts = jax.jvp(run, [primals[i] for i in moving], [tangents[i] for i in moving])
-    still = lambda d: getattr(d, "dtype", None) == jax.dtypes.float0
-    return outs, [ad.Zero(jax.typeof(d)) if still(d) else d for d in douts]
-
-
-def _batch_rule(operands, dims, **params):
-    outs = jax.vmap(_plain(**params), in_axes=tuple(dims), out_axes=0)(*operands)
-    return outs, [0] * len(outs)
-
-
-ad.primitive_jvps[level_p] = _jvp_rule
-batching.primitive_batchers[level_p] = _batch_rule
-mlir.register_lowering(
-    level_p,
-    lambda ctx, *xs, **params: mlir.lower_fun(_plain(**params), multiple_results=True)(ctx, *xs),
-)
-
-
-@rule(level_p)
-class LevelForm:
-    """The equation as a form: the level of the form inside."""
-
-    def __init__(self, eqn, inner):
-        p = eqn.params
-        self.level, self.n = p["level"], p["n_consts"]
-        self.form = form_of(p["jaxpr"], inner or self.level.differentiates)
-        jaxpr = p["jaxpr"]
-        self.spots = self.level.spots(
-            self.form, [v.aval for v in jaxpr.invars], [v.aval for v in jaxpr.outvars]
-        )
-
-    def call(self, invals, ask):
-        consts, operands = invals[: self.n], invals[self.n :]
-        run = lambda args, ask: self.form.call(consts, args, ask)
-        if ask.keep:
-            return self.level.planted(self.form, run, operands, ask), {}
-        return self.level.call(self.form, run, operands, ask)
 
 
 def holds(jaxpr, prims):

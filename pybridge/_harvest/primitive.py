@@ -22,6 +22,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
 
 _uids = itertools.count()
+RULE_NOTE = "it is sown inside a custom derivative rule, where only .value is defined"
 MODES = ("strict", "append", "last")
 
 
@@ -46,14 +47,16 @@ class Session:
 
 
 class Call:
-    def __init__(self, session):
-        self.key, self.sown = session.key, []
+    """One run of a reaped or planted function; ``early`` is for equation.py."""
+
+    def __init__(self, session, early=False):
+        self.key, self.early, self.sown = session.key, early, []
 
     def __eq__(self, other):
-        return isinstance(other, Call) and self.key == other.key
+        return isinstance(other, Call) and (self.key, self.early) == (other.key, other.early)
 
     def __hash__(self):
-        return hash(self.key)
+        return hash((self.key, self.early))
 
 
 _sessions = weakref.WeakKeyDictionary()

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import partial_eval as pe
 
+from .equation import level_p
 from .forms import Ask, form_of
-from .levels import holds, level_p
-from .primitive import Call, HarvestError, active, show, subjaxprs
+from .levels import holds
+from .primitive import RULE_NOTE, Call, HarvestError, active, show, subjaxprs
 from .wrappers import Flat
 
 _HELD = object()  # a constant that belonged to a trace
-_RULE = "it is sown inside a custom derivative rule, where only .value is defined"
 
 
 def is_array(x):
@@ -34,6 +34,9 @@ class Program:
         self.session, self.call = session, Call(session)
         try:
             self._trace()
+            if self.stale:
+                self.call = Call(session, early=True)
+                self._trace()
         except HarvestError:
             session.renew()
             raise
@@ -45,12 +48,14 @@ class Program:
         _no_side_effects(self.jaxpr)
         self.avals = [jax.typeof(x) for x in (*self.consts, *self.operands)]
         self.form = form_of(self.jaxpr)
-        self.levels = holds(self.jaxpr, {level_p})
+        self.levels, self.stale = holds(self.jaxpr, {level_p}), False
         spots = tuple(s.under("1") for s in self.form.spots)
         if self.levels:
             self.eager = frozenset(s.id for s in self.form.spots if not is_lazy(s))
-            _, form, _ = self._second(self.eager, self.consts, self.operands)
-            spots += tuple(s.under("2", note=s.note or _RULE) for s in form.spots)
+            closed, form, _ = self._second(self.eager, self.consts, self.operands)
+            # A traced value that is no input was closed over by a derivative rule; see equation.Early.
+            self.stale = any(isinstance(c, jax.core.Tracer) for c in closed.consts)
+            spots += tuple(s.under("2", note=s.note or RULE_NOTE) for s in form.spots)
         self.spots = _strongest(spots)
         _none_missing(spots, self.call.sown)
 

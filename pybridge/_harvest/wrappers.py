@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .levels import Forward, Jvp, Reverse, Vmap, bind_traced, unmapped
+from .equation import bind_traced
+from .levels import Forward, Jvp, Reverse, Vmap, unmapped
 from .primitive import HarvestError, active, sows_in
 
 _FLOAT0 = jax.dtypes.float0
