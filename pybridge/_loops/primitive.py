@@ -8,7 +8,8 @@ The length is found or given:
   ``bound`` times; the control operands are cond's constants, and the first result is the length;
 - without, the control operand is the length.
 
-``reverse`` runs the steps from the last row to the first. Every derivative of a loop is again such
+``reverse`` runs the steps from the last row to the first. ``checkpoints`` is the user's choice of
+what linearisation may keep, or "all" rows (see ``saving``). Every derivative of a loop is again such
 a loop: the tangent is the loop on dual carries; its linear part, given what the forward pass saved
 as ys, is a loop of given length over those as xs; the transpose of that runs the rows backwards.
 """
@@ -28,7 +29,7 @@ from jax.extend.core import (
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
-from pybridge._loops import lanes, rows, saving, steps
+from pybridge._loops import chunks, lanes, rows, saving, steps
 from pybridge._loops.steps import invert, merge, select, split
 
 loop_p = Primitive("bounded_loop")
@@ -260,29 +261,34 @@ def _transpose(cts, *operands, cond, step, bound, reverse, checkpoints, counts):
     control, consts, carry, xs = parts(operands, counts)
     linear = ad.is_undefined_primal
     lin_consts, lin_xs = list(map(linear, consts)), list(map(linear, xs))
+    known_c, known_x = select(invert(lin_consts), consts), select(invert(lin_xs), xs)
     ct_carry, ct_ys = split(cts, len(carry))
-    zeros = lambda a: jnp.zeros(a.shape, a.dtype)
+    ct_carry = list(map(ad.instantiate_zeros, ct_carry))
     live_ys = [type(ct) is not ad.Zero for ct in ct_ys]
+    ct_ys = select(live_ys, ct_ys)
+    loop = {"bound": bound, "reverse": not reverse, "checkpoints": checkpoints}
     back = _transposed_step(step, tuple(lin_consts), len(carry), tuple(lin_xs), tuple(live_ys))
-    sums = [zeros(c.aval) for c in select(lin_consts, consts)]
-    outs = bind(
-        control,
-        select(invert(lin_consts), consts),
-        sums + [ad.instantiate_zeros(ct) for ct in ct_carry],
-        select(invert(lin_xs), xs) + select(live_ys, ct_ys),
-        cond=None,
-        step=back,
-        bound=bound,
-        reverse=not reverse,
-        checkpoints=checkpoints,
-    )
-    d_consts, d_carry, d_xs = split(outs, len(sums), len(carry))
-    d_consts, d_xs = iter(d_consts), iter(d_xs)
+    moving = [c.aval for c in select(lin_consts, consts)]
+
+    def by_step():
+        sums = [jnp.zeros(a.shape, a.dtype) for a in moving]
+        rows = known_x + ct_ys
+        return bind(control, known_c, sums + ct_carry, rows, cond=None, step=back, **loop)
+
+    def by_chunk():
+        out = chunks.transpose(bind, step, *control, known_c, ct_carry, known_x, lin_consts, **loop)
+        return [*out[0], *out[1]]
+
+    if any(lin_xs) or live_ys or not chunks.pay(step, lin_consts, len(carry), bound):
+        outs = by_step()
+    else:
+        outs = lax.cond(control[0] > chunks.CHUNK, by_chunk, by_step)
+    d_consts, d_carry, d_xs = split(outs, len(moving), len(carry))
     return [
         *(None for _ in control),
-        *(next(d_consts) if m else None for m in lin_consts),
+        *merge(lin_consts, d_consts, [None] * len(known_c)),
         *(d if linear(x) else None for x, d in zip(carry, d_carry)),
-        *(next(d_xs) if m else None for m in lin_xs),
+        *merge(lin_xs, d_xs, [None] * len(known_x)),
     ]
 
 

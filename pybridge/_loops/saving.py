@@ -26,7 +26,7 @@ from pybridge._loops.steps import invert, select, split
 
 # Rows are filled by XLA before the loop starts, for the whole bound. Up to this many bytes that
 # costs less than computing residuals again.
-FREE_BYTES = 2**18
+FREE_BYTES = 2**16
 
 # The most that checkpoints="auto" fills with rows, unless a few single states are larger than that:
 # then checkpoints of states would save nothing.
