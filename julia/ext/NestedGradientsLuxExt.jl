@@ -11,7 +11,14 @@ using ChainRulesCore:
     rrule_via_ad,
     unthunk
 using Lux: LuxLib, NNlib, StatefulLuxLayer
-using NestedGradients: NestedGradients, DualMatrix, captured, later, leafcotangents, tangent
+using NestedGradients:
+    NestedGradients,
+    DualMatrix,
+    captured,
+    holds,
+    later,
+    leafcotangents,
+    tangent
 
 const fused_dense = LuxLib.fused_dense_bias_activation
 
@@ -35,7 +42,7 @@ activated(σ::F, z, b) where {F} = inplace!((a, c) -> σ(a + c), z, z, b)
 "`f.(args...)`, in the fresh array `z` if that can hold it."
 function inplace!(f::F, z, args...) where {F}
     T = Broadcast.combine_eltypes(f, args)
-    return T === eltype(z) ? broadcast!(f, z, args...) : broadcast(f, args...)
+    return holds(z, T) ? broadcast!(f, z, args...) : broadcast(f, args...)
 end
 
 function products(δ, W, x, b)

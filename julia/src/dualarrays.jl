@@ -89,6 +89,13 @@ Base.@propagate_inbounds Base.setindex!(
     k::Int...,
 ) = store!(A, x, i, j, k...)
 
+"Does `A` hold whatever number of type `T` is stored in it? Not where one of its two arrays is narrower."
+holds(A::AbstractArray, ::Type{T}) where {T} = eltype(A) === T
+holds(A::DualArray, ::Type) = false
+function holds(A::DualArray{D}, ::Type{D}) where {G, T, D <: Dual{G, T, 1}}
+    return holds(A.value, T) && holds(A.partial, T)
+end
+
 Base.dataids(A::DualArray) = (Base.dataids(A.value)..., Base.dataids(A.partial)...)
 function Base.unaliascopy(A::DualArray{D}) where {D}
     return DualArray{D}(Base.unaliascopy(A.value), Base.unaliascopy(A.partial))::typeof(A)
