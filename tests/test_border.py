@@ -202,7 +202,7 @@ def test_an_exception_becomes_a_julia_error_and_the_next_call_works(border):
 def test_many_errors_leave_the_process_well(border):
     f = julia_function('x -> x < 0 ? error("no ", x) : x', result=jax.ShapeDtypeStruct((), "f"))
     f = julia_errors()(jax.jit(f))
-    for n in range(50):
+    for n in range(20):
         if n % 2:
             with pytest.raises(JuliaError, match="no -1"):
                 f(-1.0).block_until_ready()
@@ -292,3 +292,36 @@ def test_a_wrong_word_in_the_environment(julia, monkeypatch):
     monkeypatch.setenv("PYBRIDGE_BORDER", "fast")
     with pytest.raises(ValueError, match="'fast'; accepted are 'ffi' and 'callback'"):
         julia_function("x -> 2x")(2.0)
+
+
+def test_a_function_that_changes_what_samples_share_is_found_out(border):
+    f = julia_function(
+        "(x, w) -> (w .+= 1; sum(x .* w))", result=jax.ShapeDtypeStruct((), "float32")
+    )
+    with pytest.raises(JuliaError, match="changed an argument that all samples"):
+        jax.vmap(f, (0, None))(jnp.ones((3, 2)), jnp.ones(2))
+    np.testing.assert_array_equal(jax.vmap(f, (0, 0))(jnp.ones((3, 2)), jnp.ones((3, 2))), 4)
+
+
+def test_lent_arguments(border):
+    x = jnp.arange(6.0).reshape(2, 3)
+    f = julia_function("x -> 2 .* x .+ sum(x)", borrow=True)
+    np.testing.assert_array_equal(jax.jit(f)(x), 2 * np.arange(6).reshape(2, 3) + 15)
+    np.testing.assert_array_equal(jax.grad(lambda x: jnp.sum(f(x)))(x), 2 + 6)
+    np.testing.assert_array_equal(jax.vmap(f)(x), 2 * x + jnp.sum(x, 1, keepdims=True))
+    two = julia_function("x -> (y = x .+ 1; z = y .* 2; y .+ z)", borrow=True)
+    np.testing.assert_array_equal(jax.jit(two)(x), 3 * (np.arange(6).reshape(2, 3) + 1))
+
+
+def test_a_lent_argument_cannot_be_written_to_or_kept(border):
+    result = {"result": lambda x: x, "borrow": True}
+    for code in ("x -> (x[1] = 7; x .+ 1)", "x -> (x .= 7; x .+ 1)"):
+        with pytest.raises(JuliaError, match="cannot be written to"):
+            julia_function(code, **result)(jnp.ones(3))
+    kept = julia_function(
+        "const kept = Any[]; x -> (push!(kept, x); y = x .+ 1; push!(kept, y); y .+ kept[1])",
+        **result,
+    )
+    np.testing.assert_array_equal(kept(jnp.ones(3)), 3)
+    with pytest.raises(JuliaError, match="the call is over"):
+        kept(jnp.ones(3))

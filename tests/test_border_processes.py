@@ -55,6 +55,23 @@ def test_threads_that_allocate_while_everybody_collects(julia_there):
     assert int(done.stdout.split()[-1]) > 10
 
 
+def test_the_number_of_julias_threads_changes_no_bit(julia_there):
+    body = """
+        import hashlib
+        g = julia_function("(x, w) -> sum(sin.(x .* w)) + Threads.nthreads() * 0", threads=True)
+        x = np.random.default_rng(0).normal(size=(203, 5)).astype("f")
+        w = jnp.linspace(0.5, 2, 5)
+        total = lambda w: jnp.sum(jax.vmap(g, (0, None))(x, w))
+        out = jax.jit(jax.value_and_grad(total))(w)
+        from pybridge.julia.runtime import runtime
+        print(runtime().ask("Threads.nthreads()"))
+        print(hashlib.sha256(b"".join(np.asarray(o).tobytes() for o in out)).hexdigest())
+    """
+    runs = [script(body, env={"JULIA_NUM_THREADS": n}).stdout.split() for n in ("1", "3")]
+    assert [run[0] for run in runs] == ["1", "3"]
+    assert runs[0][1] == runs[1][1]
+
+
 def test_keyboard_interrupt_comes_back_and_the_session_goes_on(julia_there):
     script("""
         import signal, threading, os

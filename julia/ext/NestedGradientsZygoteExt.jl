@@ -9,7 +9,7 @@ using Zygote: Zygote, @adjoint
 
 function NestedGradients.reversepass(::AutoZygote, h::H, s0, z::Tuple) where {H}
     y, back = Zygote.pullback(h, z...)
-    cotangents = back(NestedGradients.seed(s0, y))
+    cotangents = NestedGradients.plain(back(NestedGradients.seed(s0, y))) # without thunks
     return y, cotangents === nothing ? map(_ -> nothing, z) : cotangents
 end
 

@@ -33,16 +33,17 @@ function message_of(e)
     return rstrip(text)
 end
 
+# From the innermost frame out to the border's own: the frames beyond, XLA's and Python's, are not
+# Julia's, and looking them up reads the debug information of all of jaxlib.
 function user_lines(backtrace)
     lines = String[]
-    for frame in stacktrace(backtrace)
-        length(lines) == MOST_LINES && break
+    for address in backtrace, frame in StackTraces.lookup(address)
         frame.from_c && continue
         file = chopprefix(String(frame.file), "./")
+        (length(lines) == MOST_LINES || endswith(file, "border/entries.jl")) && return lines
         source = get(SOURCES, Symbol(file), nothing)
         line = if source !== nothing
-            text = get(source, frame.line, "")
-            "line $(frame.line) of $file: $(strip(text))"
+            "line $(frame.line) of $file: $(strip(get(source, frame.line, "")))"
         elseif is_users(file)
             "$file:$(frame.line), in $(frame.func)"
         else
