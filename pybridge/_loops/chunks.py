@@ -55,7 +55,7 @@ def transpose(bind, step, length, consts, ct_carry, xs, lin_consts, **loop):
         (length,), consts, xs, sums, ct_carry, (k,) = split(args, *n)
         inside = jnp.minimum(length - k * CHUNK, CHUNK)
         # Rows past the end hold nothing; the last that holds something stands in for them.
-        rows = jnp.minimum(k * CHUNK + jnp.arange(CHUNK), length - 1)
+        rows = jnp.minimum(k * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32), length - 1)
         found = jaxpr_as_fun(residuals)(*consts, *(x[rows] for x in xs))
         shared, own = select(invert(where), found), select(where, found)
         outs = bind([inside], shared, ct_carry, own, **small)
@@ -69,7 +69,9 @@ def transpose(bind, step, length, consts, ct_carry, xs, lin_consts, **loop):
     chunks = -(-bound // CHUNK)
     outer = {**loop, "bound": chunks, "cond": None, "step": steps.trace(chunk, avals)}
     count = (length + (CHUNK - 1)) // CHUNK
-    return split(bind([count], *operands, [jnp.arange(chunks)], **outer), len(moving))
+    return split(
+        bind([count], *operands, [jnp.arange(chunks, dtype=jnp.int32)], **outer), len(moving)
+    )
 
 
 def _bytes(avals):

@@ -56,14 +56,22 @@ def trace(cond_fun, body_fun, init_val):
 
     carry = select(invert(fixed), leaves)
     typed = lambda *groups: [jax.typeof(x) for group in groups for x in group]
-    return Traced(
-        steps.trace(loop_cond, typed(control, kept, carry)),
-        steps.trace(loop_step, typed(consts, kept, carry)),
-        control + kept,
-        consts + kept,
-        carry,
-        lambda carry: restore(merge(fixed, kept, carry)),
+    cond, control = _drop_unused(
+        steps.trace(loop_cond, typed(control, kept, carry)), control + kept
     )
+    step, consts = _drop_unused(steps.trace(loop_step, typed(consts, kept, carry)), consts + kept)
+    rebuild = lambda carry: restore(merge(fixed, kept, carry))
+    return Traced(cond, step, control, consts, carry, rebuild)
+
+
+def _drop_unused(closed, consts):
+    """Without the leading inputs that nothing is computed from."""
+    if closed.effects:
+        return closed, consts
+    everything = (True,) * len(closed.out_avals)
+    used = steps.needs(closed, everything)[: len(consts)]
+    keep = tuple(used) + (True,) * (len(closed.in_avals) - len(consts))
+    return steps.restrict(closed, keep, everything), select(used, consts)
 
 
 def _flatten(init_val):
