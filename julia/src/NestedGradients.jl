@@ -18,7 +18,8 @@ using ChainRulesCore:
     RuleConfig,
     Tangent,
     ZeroTangent,
-    unthunk
+    unthunk,
+    @non_differentiable
 using DifferentiationInterface: DifferentiationInterface as DI
 using ForwardDiff: ForwardDiff, Dual, Partials
 using LinearAlgebra:
@@ -65,6 +66,19 @@ export AutoNested,
     sow,
     unwrap,
     value_and_nested_gradient
+
+include("windows.jl")
+include("pooling.jl")
+
+export adaptive_avg_pool,
+    adaptive_max_pool,
+    avg_pool,
+    logsumexp_pool,
+    lp_pool,
+    max_pool,
+    min_pool,
+    reduce_window,
+    sum_pool
 
 # Windows, pooling and bounded loops: each engineer's include lines go here.
 

@@ -11,18 +11,18 @@ itself and active for an outer AD.
 The outer AD can be Zygote, ForwardDiff, or another `AutoNested`.
 
 ```jldoctest
-julia> using NestedGradients, DifferentiationInterface, Zygote
+julia> using NestedGradients, ADTypes, Zygote; import DifferentiationInterface as DI
 
 julia> backend = AutoNested(AutoZygote());
 
 julia> f(x, p) = p * sum(abs2, x);
 
-julia> gradient(f, backend, [1.0, 2.0], Constant(3.0))
+julia> DI.gradient(f, backend, [1.0, 2.0], DI.Constant(3.0))
 2-element Vector{Float64}:
   6.0
  12.0
 
-julia> Zygote.gradient(p -> sum(gradient(f, backend, [1.0, 2.0], Constant(p))), 3.0)
+julia> Zygote.gradient(p -> sum(DI.gradient(f, backend, [1.0, 2.0], DI.Constant(p))), 3.0)
 (6.0,)
 ```
 """

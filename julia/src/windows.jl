@@ -195,7 +195,10 @@ end
 
 ### Maximum and minimum
 
-# Comparisons of dual numbers by `<` compare values; `==` would compare the partials too.
+# ForwardDiff compares dual numbers by their partials too where the values are equal, so that ties
+# would be broken by the direction of differentiation: what is compared here are plain numbers.
+_plain(x) = x
+_plain(x::Dual) = _plain(ForwardDiff.value(x))
 _beats(::typeof(max), a, b) = a > b || (isnan(a) && !isnan(b))
 _beats(::typeof(min), a, b) = a < b || (isnan(a) && !isnan(b))
 _ties_with(op, a, b) = !_beats(op, a, b) && !_beats(op, b, a)
@@ -228,9 +231,9 @@ end
 
 "The elements that have each window's derivative: linear indices of x, 0 for init."
 function selection(op::Extremum, init, x, w::Windows, ties)
-    ks = offsets(w)
+    ks, start, values = offsets(w), _plain(init), _plain.(x)
     return map(CartesianIndices(outsize(w))) do o
-        return _winners!(Int[], op, init, x, w, o, ks, ties)
+        return _winners!(Int[], op, start, values, w, o, ks, ties)
     end
 end
 
@@ -314,8 +317,13 @@ end
 
 _undual(::Type{T}, y::Complex) where {T} = Complex(_undual(T, real(y)), _undual(T, imag(y)))
 _undual(::Type{T}, y::Real) where {T} = y isa Dual{_tag(T)} ? ForwardDiff.value(y) : y
-_tangent(::Type{T}, y::Complex) where {T} = Complex(_tangent(T, real(y)), _tangent(T, imag(y)))
-_tangent(::Type{T}, y::Real) where {T} = y isa Dual{_tag(T)} ? ForwardDiff.partials(y, 1) : zero(y)
+_tangent(::Type{T}, y::Complex) where {T} = Complex(
+    _tangent(T, real(y)),
+    _tangent(T, imag(y)),
+)
+_tangent(::Type{T}, y::Real) where {T} = y isa Dual{_tag(T)} ?
+    ForwardDiff.partials(y, 1) :
+    zero(y)
 
 _realtype(values...) = float(mapreduce(v -> real(eltype(v)), promote_type, values))
 
@@ -551,12 +559,14 @@ end
 share it equally.
 """
 function logaddexp(a::Real, b::Real)
-    a > b && return a + log1p(exp(b - a))
-    b > a && return b + log1p(exp(a - b))
-    return isinf(a) && isinf(b) ? (a + b) / 2 : a + log1p(exp(b - a))
+    u, v = _plain(a), _plain(b)
+    u > v && return a + log1p(exp(b - a))
+    v > u && return b + log1p(exp(a - b))
+    return isinf(u) && isinf(v) ? (a + b) / 2 : a + log1p(exp(b - a))
 end
 
 function _step_back(_, ::typeof(logaddexp), a, b, ȳ)
-    difference = isinf(a) && isinf(b) && !(a > b) && !(b > a) ? zero(a - zero(b)) : a - b
+    same = isinf(_plain(a)) && _plain(a) == _plain(b)
+    difference = same ? zero(a + b) : a - b
     return NoTangent(), ȳ / (1 + exp(-difference)), ȳ / (1 + exp(difference))
 end
