@@ -47,7 +47,7 @@ def bounded_while_loop(
       max_steps: the most steps to take, a Python or NumPy integer of at least 0. None means no
         bound, and then there is forward mode only.
       checkpoints: what the forward pass keeps for the reverse pass. ``"auto"`` keeps what makes
-        the gradient fastest while it fits a budget of 32 MiB, and checkpoints beyond it: then time
+        the gradient fastest while it fits a budget of 16 MiB, and checkpoints beyond it: then time
         grows by a factor of the logarithm of ``max_steps``. An integer of at least 1 is the number
         of carries that may be kept at once.
       on_limit: what to do if the loop ends at ``max_steps`` with ``cond_fun`` still true.
@@ -65,7 +65,7 @@ def bounded_while_loop(
       ValueError: ``max_steps`` is negative; an option is not among those accepted; reverse mode of
         a loop with ``max_steps=None``.
       RuntimeError: with ``on_limit="raise"``, the limit was reached. From compiled code it arrives
-        as jax's ``JaxRuntimeError``, a subclass.
+        within the error that jax makes of it, when the result is waited for.
 
     Example: Newton's method for a square root, and its derivative.
 
@@ -254,11 +254,6 @@ def bounded_scan_until(
 
 
 def _at_limit(on_limit, hit, carry, bound):
-    if on_limit == "nan":
-        # A factor, so that the gradient is NaN too and not a silent zero.
-        spoil = lambda x: x * jnp.where(hit, jnp.nan, 1).astype(x.dtype)
-        return [spoil(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in carry]
-
     def check(hit):
         if np.any(hit):
             raise RuntimeError(
@@ -267,13 +262,18 @@ def _at_limit(on_limit, hit, carry, bound):
             )
         return np.zeros(np.shape(hit), np.bool_)
 
-    if not isinstance(hit, jax.core.Tracer):
-        check(hit)
-        return carry
-    shape = jax.ShapeDtypeStruct((), np.bool_)
-    checked = jax.pure_callback(check, shape, hit, vmap_method="expand_dims")
-    # The barrier ties the values to the check, which would otherwise be dead code.
-    return lax.optimization_barrier((carry, checked))[0]
+    if on_limit == "raise":
+        if not isinstance(hit, jax.core.Tracer):
+            check(hit)
+            return carry
+        flag = jax.ShapeDtypeStruct((), np.bool_)
+        hit = jax.pure_callback(check, flag, hit, vmap_method="expand_dims")
+
+    # A factor, so that it reaches the gradient too: as NaN and not as a silent zero, or as the
+    # error, which a gradient that does not need the value would otherwise drop as dead code.
+    spoil = lambda x: x * jnp.where(hit, jnp.nan, 1).astype(x.dtype)
+    carry = [spoil(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in carry]
+    return lax.optimization_barrier((carry, hit))[0] if on_limit == "raise" else carry
 
 
 # ---- arguments ----

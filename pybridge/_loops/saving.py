@@ -8,6 +8,8 @@ the two stand residuals, and there are three ways to hand them over:
 - *checkpoints*: only the start is handed over, and the linear part is a fold along the trajectory,
   which it computes again (see ``trajectory``).
 
+A loop without a bound saves nothing and has no transpose.
+
 A residual that depends on the loop's constants alone is computed once, outside the loop, and one
 that is an operand is not saved at all: weights are never stacked. Where the carry holds a buffer of
 which a step writes one row, the residual of the write is its index, so the residuals are small
@@ -22,7 +24,7 @@ from typing import NamedTuple
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from pybridge._loops import steps, trajectory
-from pybridge._loops.steps import invert, select, split
+from pybridge._loops.steps import invert, merge, select, split
 
 # Rows are filled by XLA before the loop starts, for the whole bound. Up to this many bytes that
 # costs less than computing residuals again.
@@ -67,7 +69,7 @@ class Halved(NamedTuple):
 def plan(bind, unknown, *, cond, step, bound, reverse, checkpoints, counts):
     """How to split the loop, or None where it stays whole; ``bind`` binds a loop."""
     u_control, u_consts, u_start, u_xs = split(unknown, *counts)
-    if any(u_control) or not any(unknown) or bound is None:
+    if any(u_control) or not any(unknown) or checkpoints == "unsaved":
         return None
     u_carry = u_start
     while True:
@@ -83,10 +85,12 @@ def plan(bind, unknown, *, cond, step, bound, reverse, checkpoints, counts):
         return None
     loop = Halved(halves, u_consts, u_start, u_carry, u_xs, u_ys, cond is not None)
     k_cond = cond and steps.restrict(cond, (True,) * counts[0] + tuple(invert(u_carry)), (True,))
-    keeping = _keep(halves.known, loop.n, loop.n_out, bound)
-    slots = _slots(loop, keeping, bound, checkpoints)
     shared = {"bound": bound, "reverse": reverse, "checkpoints": checkpoints}
-    if slots is None:
+    keeping = _keep(halves.known, loop.n, loop.n_out, 1 if bound is None else bound)
+    slots = None if bound is None else _slots(loop, keeping, bound, checkpoints)
+    if bound is None:
+        known, unknown = _unsaved(bind, loop, keeping, cond, k_cond, step, shared)
+    elif slots is None:
         known, unknown = _rows(bind, loop, keeping, k_cond, shared)
     else:
         known, unknown = _trajectory(bind, loop, keeping, k_cond, shared, slots)
@@ -172,6 +176,27 @@ def _trajectory(bind, loop, keeping, cond, shared, slots):
             length, consts + u_consts, carry, start,
             advance=advance, fold=fold, bound=shared["bound"], slots=slots, reverse=False,
         )  # fmt: skip
+
+    return known, unknown
+
+
+def _unsaved(bind, loop, keeping, cond, known_cond, step, shared):
+    """Without a bound nothing can be saved: the second part is the whole loop again. That serves
+    forward mode; its transpose is an error."""
+    nothing = keeping._replace(saved=(), states=())
+    first = _known_step(loop.halves.known, nothing, loop.n, loop.n_out)
+
+    def known(control, consts, carry, xs):
+        outs, _, _ = _run(bind, loop, control, consts, carry, xs, known_cond, first, shared)
+        return outs, [*control, *consts, *carry]
+
+    def unknown(handed, u_consts, start, _):
+        control, consts, carry = split(handed, len(handed) - loop.n[0] - loop.n[1], loop.n[0])
+        consts = merge(loop.u_consts, u_consts, consts)
+        carry = merge(loop.u_carry, start, carry)
+        again = {**shared, "checkpoints": "unsaved"}
+        _, *outs = bind(control, consts, carry, [], cond=cond, step=step, **again)
+        return select(loop.u_carry, outs)
 
     return known, unknown
 
