@@ -108,7 +108,7 @@ function (x, ps)
     d = reshape(x, atoms, 1, 3, samples) .- reshape(x, 1, atoms, 3, samples)
     r = sqrt.(sum(abs2, d; dims=3) .+ itself)
     near = ifelse.(r .< {cutoff}, (1 .+ cospi.(r ./ {cutoff})) ./ 2, zero.(r)) .* .!itself
-    c = reshape(range({centres[0]}, {centres[-1]}; length={len(centres)}), 1, 1, :)
+    c = reshape({list(map(float, centres))}, 1, 1, :)
     g = sum(exp.(.-(r .- c) .^ 2 ./ {2 * width**2}) .* near; dims=2)
     h = reshape(permutedims(g, (3, 1, 4, 2)), {len(centres)}, atoms * samples)
     for layer in Base.front(ps)

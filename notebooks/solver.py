@@ -219,8 +219,8 @@ left.legend()
 middle.set(xlabel="place in the cycle, sorted", ylabel="step size")
 for name, style in (("bounded_while_loop", "o-"), ("scan", "s--")):
     right.loglog(bounds, [cost[name, bound] for bound in bounds], style, ms=4, label=name)
-right.set(xlabel="bound", ylabel="time of a gradient (ms)")
-right.legend()
+right.set(xlabel="bound", ylabel="time of a gradient (ms)", ylim=(None, 500))
+right.legend(fontsize="small", loc="upper left")
 plt.show()
 
 # %%

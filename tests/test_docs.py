@@ -54,7 +54,8 @@ def test_examples(page, default_precision):
 
 
 def test_the_site_builds_without_a_warning(tmp_path):
-    pytest.importorskip("mkdocs", reason="pip install 'pybridge-julia[docs]'")
+    for needed in ("mkdocs", "material", "mkdocstrings", "jupytext"):
+        pytest.importorskip(needed, reason=f"pip install 'pybridge-julia[docs]' ({needed})")
     from mkdocs.commands.build import build
     from mkdocs.config import load_config
 
