@@ -2,7 +2,7 @@
 module NestedGradientsComponentArraysExt
 
 using ComponentArrays: ComponentArray, getaxes, getdata
-using NestedGradients: NestedGradients, DualArray
+using NestedGradients: NestedGradients
 
 flat(s) = s
 flat(s::ComponentArray) = getdata(s)
