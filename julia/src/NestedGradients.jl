@@ -12,6 +12,7 @@ using ChainRulesCore:
     ChainRulesCore,
     AbstractThunk,
     AbstractZero,
+    HasForwardsMode,
     HasReverseMode,
     NoTangent,
     ProjectTo,
@@ -80,6 +81,8 @@ export adaptive_avg_pool,
     reduce_window,
     sum_pool
 
-# Windows, pooling and bounded loops: each engineer's include lines go here.
+include("loops.jl")
+
+export bounded_while_loop
 
 end
