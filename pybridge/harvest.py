@@ -23,7 +23,7 @@ from ._harvest.linear import linearize
 from ._harvest.planting import plants_for
 from ._harvest.primitive import HarvestError, active, path_of, scopes, session_of
 from ._harvest.primitive import sow as _sow
-from ._harvest.program import Program, is_array
+from ._harvest.program import Program, is_array, is_number
 from ._harvest.wrappers import grad, hessian, jacfwd, jacrev, jit, jvp, scan, value_and_grad, vmap
 
 __all__ = [
@@ -100,8 +100,10 @@ def nest(fun, scope):
 class _Fixed:
     """The arguments that are not arrays, as a static part of a jit's cache key."""
 
-    def __init__(self, *key):
-        self.key = key
+    def __init__(self, tree, leaves, moving):
+        self.tree, self.leaves, self.moving = tree, leaves, moving
+        # With the types: 1, 1.0 and True are equal, and not the same argument.
+        self.key = (tree, leaves, moving, tuple(map(type, leaves)))
 
     def __eq__(self, other):
         return isinstance(other, _Fixed) and self.key == other.key
@@ -130,7 +132,8 @@ def reap(fun, *, lazy=False, attributes=("value", "tangent", "cotangent")):
     and switch the branch taken counts, and ``.taken`` tells for a name that not all of them sow.
 
     Args:
-      fun: any function of pytrees of arrays; arguments that are not arrays are passed as they are.
+      fun: any function of pytrees of arrays; arguments that are not arrays, Python's own numbers
+        among them, are passed as they are.
       lazy: return a mapping of functions instead. ``reap(fun, lazy=True)["x"]`` takes the arguments of
         ``fun`` and returns the named value; with levels named, as in ``["grad", "x"]``, its derivative
         by them; and ``["x"].cotangent`` and so on are functions, too. Each traces ``fun`` and runs only
@@ -159,6 +162,7 @@ def reap(fun, *, lazy=False, attributes=("value", "tangent", "cotangent")):
         return LazyReaped(fun)
     attributes = tuple(attributes)
     jitted = _compiled_reap(fun, attributes) if isinstance(fun, jax.stages.Wrapped) else None
+    counting = set()  # the kinds of arguments whose numbers are static
 
     @functools.wraps(fun)
     def reaped(*args, **kwargs):
@@ -166,20 +170,41 @@ def reap(fun, *, lazy=False, attributes=("value", "tangent", "cotangent")):
         outer = active.value is not None or any(isinstance(x, jax.core.Tracer) for x in leaves)
         if outer or jitted is None:
             return _run_reap(fun, attributes, args, kwargs)
-        moving = tuple(i for i, x in enumerate(leaves) if is_array(x))
-        operands = [leaves[i] for i in moving]
-        for i in moving:
-            leaves[i] = None
-        fixed = _Fixed(tree, tuple(leaves), moving)
         try:
-            hash(fixed)
+            hash(tuple(x for x in leaves if not is_array(x)))
         except TypeError:
             return _run_reap(fun, attributes, args, kwargs)
-        out, named = jitted(fixed, operands)
-        named.attach(operands)
-        return out, named
+        kind = (tree, tuple(map(type, leaves)))
+        try:
+            return _call_compiled(jitted, leaves, tree, numbers=kind not in counting)
+        except (TypeError, ValueError) as error:
+            # A static argument of the jitted function is no array, and JAX does not say which are
+            # static. With all numbers left as they are it works, or fails for the same reason.
+            if (
+                isinstance(error, HarvestError)
+                or kind in counting
+                or not any(map(is_number, leaves))
+            ):
+                raise
+            try:
+                result = _call_compiled(jitted, leaves, tree, numbers=False)
+            except (TypeError, ValueError):
+                raise error from None
+            counting.add(kind)
+            return result
 
     return reaped
+
+
+def _call_compiled(jitted, leaves, tree, numbers):
+    moving = tuple(i for i, x in enumerate(leaves) if is_array(x) or (numbers and is_number(x)))
+    operands = [leaves[i] for i in moving]
+    rest = list(leaves)
+    for i in moving:
+        rest[i] = None
+    out, named = jitted(_Fixed(tree, tuple(rest), moving), operands)
+    named.attach(operands)
+    return out, named
 
 
 def _run_reap(fun, attributes, args, kwargs, attach=True):
@@ -205,11 +230,10 @@ def _compiled_reap(fun, attributes):
         fun = weakref.ref(fun)  # the table must not keep its own key alive
 
         def run(fixed, operands):
-            tree, leaves, moving = fixed.key
-            leaves = list(leaves)
-            for i, x in zip(moving, operands):
+            leaves = list(fixed.leaves)
+            for i, x in zip(fixed.moving, operands):
                 leaves[i] = x
-            args, kwargs = jax.tree.unflatten(tree, leaves)
+            args, kwargs = jax.tree.unflatten(fixed.tree, leaves)
             return _run_reap(fun(), attributes, args, kwargs, attach=False)
 
         table[attributes] = jax.jit(run, static_argnums=0)

@@ -379,3 +379,41 @@ def test_raw_transformations_around_levels():
     with_aux = lambda x: harvest.value_and_grad(lambda x, n: (f(x), n), has_aux=True)(x, 3)[1]
     _, named = reap(jax.grad(with_aux))(1.0)
     assert named["a"].cotangent.cotangent == 2
+
+
+# ---- arguments that are not arrays ----
+
+
+def repeated(x, n, name="a"):
+    for _ in range(n):
+        x = sow(x * 2, name, mode="last")
+    return x if n > 1 else x + 1
+
+
+def test_numbers_and_strings_are_passed_as_they_are():
+    for f in (repeated, jax.jit(repeated, static_argnums=1, static_argnames="name")):
+        g = reap(f)
+        for n in (3, 1, True, 3):
+            out, named = g(jnp.ones(()), n)
+            assert (out, named["a"].value) == (f(jnp.ones(()), n), 2 ** int(n))
+        assert reap(f)(jnp.ones(()), 2, name="b")[1]["b"].value == 4
+    g = harvest.grad(lambda x, n, flag: repeated(x, n) if flag else x)
+    assert reap(g)(3.0, 2, True)[1]["a"].cotangent == 1
+    assert reap(g, lazy=True)["a"].jacobian(3.0, 2, True) == 4
+    assert plant(repeated, {"a": 5.0})(1.0, 2) == 5
+    assert (
+        reap(jax.jit(lambda x, how: sow(x * how[0], "a"), static_argnums=1))(1.0, (2, "s"))[0] == 2
+    )
+
+
+def test_a_static_argument_is_found_out_once():
+    traces = []
+
+    def f(x, n):
+        traces.append(n)
+        return repeated(x, n)
+
+    g = reap(jax.jit(f, static_argnums=1))
+    for n in (2, 2, 3, 3, 2):
+        assert g(1.0, n)[1]["a"].value == 2**n
+    assert len(traces) == 2

@@ -25,7 +25,7 @@ def linearize(fun, *primals, has_aux=False):
     >>> float(dy), float(named["y"].value), float(plant(lin, {"y": 5.0})(1.0))
     (6.0, 6.0, 5.0)
     """
-    program = Program(fun, Session(), primals, {}, has_aux)
+    program = Program(fun, Session(), primals, {}, has_aux, numbers=True)
     flat = program.flat
     operand_tree, n_out = jax.tree.structure(primals), flat.n_out
     # A value that the result depends on is sown in place; the others, and those of levels inside, are

@@ -20,15 +20,22 @@ _HELD = object()  # a constant that belonged to a trace
 
 
 def is_array(x):
-    return isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
+    return isinstance(x, (jax.Array, np.ndarray))
+
+
+def is_number(x):
+    return isinstance(x, (np.generic, bool, int, float, complex))
 
 
 class Program:
-    """``fun(*args, **kwargs)`` as a program: ``run(want)`` gives outputs and wanted values by id."""
+    """``fun(*args, **kwargs)`` as a program: ``run(want)`` gives outputs and wanted values by id.
 
-    def __init__(self, fun, session, args, kwargs, has_aux=False):
+    Numbers that are Python's own stay so: ``fun`` may count with them. ``numbers`` traces them, too.
+    """
+
+    def __init__(self, fun, session, args, kwargs, has_aux=False, numbers=False):
         leaves, tree = jax.tree.flatten((args, kwargs))
-        moving = [i for i, x in enumerate(leaves) if is_array(x)]
+        moving = [i for i, x in enumerate(leaves) if is_array(x) or (numbers and is_number(x))]
         self.operands = [leaves[i] for i in moving]
         self.flat = Flat(lambda ak: fun(*ak[0], **ak[1]), tree, leaves, moving, has_aux)
         self.session, self.call = session, Call(session)
