@@ -27,13 +27,37 @@ end
 # Lux has methods for arrays of dual numbers of one tag; of the partners of ours, it keeps the interleaved.
 const Plain = Union{AbstractFloat, Integer}
 for op in (:conv, :∇conv_data, :∇conv_filter)
-    for (A, B) in (
-            (:(DualArray{<:Dual{G, T, P}, N}), :(AbstractArray{<:Plain, N})),
-            (:(AbstractArray{<:Plain, N}), :(DualArray{<:Dual{G, T, P}, N})),
-            (:(DualArray{<:Dual{G, T, P}, N}), :(DualArray{<:Dual{G, <:Real, P}, N})),
-            (:(DualArray{<:Dual{G, T, P}, N}), :(DualArray{<:Dual{<:Any, <:Real}, N})),
-        )
-        @eval function NNlib.$op(a::$A, b::$B, cdims::ConvDims; kw...) where {G, T, P, N}
+    @eval begin
+        function NNlib.$op(
+            a::DualArray{<:Dual{G, T, P}, N},
+            b::AbstractArray{<:Plain, N},
+            cdims::ConvDims;
+            kw...,
+        ) where {G, T, P, N}
+            return bilinear((x, y) -> NNlib.$op(x, y, cdims; kw...), a, b)
+        end
+        function NNlib.$op(
+            a::AbstractArray{<:Plain, N},
+            b::DualArray{<:Dual{G, T, P}, N},
+            cdims::ConvDims;
+            kw...,
+        ) where {G, T, P, N}
+            return bilinear((x, y) -> NNlib.$op(x, y, cdims; kw...), a, b)
+        end
+        function NNlib.$op(
+            a::DualArray{<:Dual{G, T, P}, N},
+            b::DualArray{<:Dual{G, <:Real, P}, N},
+            cdims::ConvDims;
+            kw...,
+        ) where {G, T, P, N}
+            return bilinear((x, y) -> NNlib.$op(x, y, cdims; kw...), a, b)
+        end
+        function NNlib.$op(
+            a::DualArray{<:Dual{G, T, P}, N},
+            b::DualArray{<:Dual{<:Any, <:Real}, N},
+            cdims::ConvDims;
+            kw...,
+        ) where {G, T, P, N}
             return bilinear((x, y) -> NNlib.$op(x, y, cdims; kw...), a, b)
         end
     end

@@ -39,15 +39,18 @@ function ChainRulesCore.rrule(
     ))
 end
 
+overwrite_after_value!(outs, new) = (first(new), overwrite!(outs, Base.tail(new))...)
+
+interface(name) = Expr(:., :DI, QuoteNode(name))
 # an output a direction is a tuple of them
 typed(out) = out in (:tx, :ty, :tg) ? :($out::NTuple) : out
 
 for (op, valued, name, X, tangents, outputs) in OPERATORS
     t = [:($s::NTuple) for s in tangents]
-    prepare = Symbol(:prepare_, op, :_nokwarg)
-    Prep = Symbol(:No, name, :Prep)
+    prepare = interface(Symbol(:prepare_, op, :_nokwarg))
+    Prep = interface(Symbol(:No, name, :Prep))
     @eval begin
-        function DI.$prepare(
+        function $prepare(
             strict::Val,
             f,
             backend::AutoNested,
@@ -55,31 +58,18 @@ for (op, valued, name, X, tangents, outputs) in OPERATORS
             $(t...),
             contexts::Vararg{DI.Context, C},
         ) where {C}
-            return DI.$Prep(DI.signature(
-                f,
-                backend,
-                x,
-                $(tangents...),
-                contexts...;
-                strict,
-            ))
+            return $Prep(DI.signature(f, backend, x, $(tangents...), contexts...; strict))
         end
-        ChainRulesCore.@non_differentiable DI.$prepare(::Val, ::Any, ::AutoNested, ::Any...)
+        ChainRulesCore.@non_differentiable $prepare(::Val, ::Any, ::AutoNested, ::Any...)
     end
     for (function_name, outs) in ((op, outputs[end:end]), (valued, outputs))
-        inplace = Symbol(function_name, :!)
-        # `new` is one result, or the value first and then as many as there are outputs
-        overwritten = if function_name === op
-            :(overwrite!($(only(outs)), new))
-        elseif op === :hvp
-            :(overwrite!(($(outs...),), new))
-        else
-            :((first(new), overwrite!(($(outs...),), Base.tail(new))...))
-        end
+        inplace = interface(Symbol(function_name, :!))
+        out = length(outs) == 1 && function_name === op ? only(outs) : :(($(outs...),))
+        write! = function_name === op || op === :hvp ? :overwrite! : :overwrite_after_value!
         @eval begin
             function DI.$function_name(
                 f::F,
-                prep::DI.$Prep,
+                prep::$Prep,
                 backend::AutoNested,
                 x::$X,
                 $(t...),
@@ -88,23 +78,25 @@ for (op, valued, name, X, tangents, outputs) in OPERATORS
                 checkprep(f, prep, backend, x, $(tangents...), contexts...)
                 return $function_name(f, backend, x, $(tangents...), contexts)
             end
-            function DI.$inplace(
+            function $inplace(
                 f::F,
                 $(typed.(outs)...),
-                prep::DI.$Prep,
+                prep::$Prep,
                 backend::AutoNested,
                 x::$X,
                 $(t...),
                 contexts::Vararg{DI.Context, C},
             ) where {F, C}
-                new = DI.$function_name(f, prep, backend, x, $(tangents...), contexts...)
-                return $overwritten
+                return $write!(
+                    $out,
+                    DI.$function_name(f, prep, backend, x, $(tangents...), contexts...),
+                )
             end
         end
     end
     # functions that write into their result
     op in (:derivative, :pushforward, :pullback, :jacobian) &&
-        @eval function DI.$prepare(
+        @eval function $prepare(
             strict::Val,
             f!,
             y::AbstractArray,
