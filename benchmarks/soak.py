@@ -7,6 +7,7 @@ and some large ones. Exit code 0 when nothing hung, nothing was wrong and memory
 
 import argparse
 import os
+import statistics
 import sys
 import threading
 import time
@@ -91,16 +92,16 @@ def memory(small, large):
     tiny, big = jnp.ones(10), jnp.ones(1_000_000)
     good = True
     for what, x, count in (("small", tiny, small), ("large", big, large)):
-        # The heap finds its size first; what grows after that is a leak.
-        for _ in range(count // 5):
-            f(x).block_until_ready()
-        runtime().ask("GC.gc()")
-        before = resident()
-        for _ in range(count):
-            f(x).block_until_ready()
-        runtime().ask("GC.gc()")
-        growth = resident() / before - 1
-        print(f"{count} {what} calls: resident set {before >> 20} MB, growth {growth:+.1%}")
+        # One round finds the heap its size. What grows from the first three of the other rounds to
+        # the last three, each after a collection, is a leak.
+        after = []
+        for _ in range(11):
+            for _ in range(count // 10):
+                f(x).block_until_ready()
+            runtime().ask("GC.gc()")
+            after.append(resident())
+        growth = statistics.median(after[-3:]) / statistics.median(after[1:4]) - 1
+        print(f"{count} {what} calls: resident set {after[-1] >> 20} MB, growth {growth:+.1%}")
         good = good and growth < 0.05
     return good
 
