@@ -144,7 +144,8 @@ numbers = {"error": error}
 # %% [markdown]
 # ## The same with Lux
 # `LuxModel` is a JAX function of a JAX pytree; nothing else of the program changes. Loss curves
-# that start from the same parameters must agree to rounding, which training then magnifies.
+# that start from the same parameters must agree to rounding, which training then magnifies. (The
+# figure was drawn with `engine = "julia"`.)
 
 # %%
 curves = {"JAX": losses}
