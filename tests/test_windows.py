@@ -437,6 +437,45 @@ def test_logaddexp_with_minus_infinity():
     assert jnp.isfinite(jax.hessian(f)(x)).all()
 
 
+def test_second_derivative_of_logaddexp_where_elements_are_equal():
+    """JAX drops custom_jvp rules inside a scan: with one, this Hessian was not even symmetric."""
+    x = jnp.array([1.0, 1.0, 0.0])
+    for op in (jnp.logaddexp, lambda a, b: jnp.logaddexp(a, b), lambda a, b: jnp.logaddexp(b, a)):
+        f = jax.jit(jax.hessian(lambda x, op=op: reduce_window(x, 1.0, op, (3,))[0]))
+        want = jax.hessian(lambda x: jax.nn.logsumexp(jnp.append(x, 1.0)))(x)
+        np.testing.assert_allclose(f(x), want, rtol=1e-12)
+
+
+def test_custom_rules_of_a_reducer_hold_at_second_order():
+    @jax.custom_jvp
+    def double(b):
+        return 2 * b
+
+    double.defjvp(lambda p, t: (double(*p), 3 * p[0] * t[0]))  # on purpose not its derivative
+    f = lambda x: jnp.sin(reduce_window(x, 0.0, lambda a, b: a + double(b), (2,)))[0]
+    x = jnp.array([0.3, 0.4])
+    inner = 2 * (x[0] + x[1])
+    want = -jnp.sin(inner) * jnp.outer(3 * x, 3 * x) + jnp.cos(inner) * 3 * jnp.eye(2)
+    np.testing.assert_allclose(jax.jit(jax.hessian(f))(x), want, rtol=1e-12)
+
+
+@pytest.mark.parametrize("ties", ["first", "split"])
+@pytest.mark.parametrize("window", [3, 40])
+def test_ties_at_second_order_inside_a_scan(ties, window):
+    x = jnp.array([2.0, 1.0, 2.0])
+    share = jnp.array([1.0, 0.0, 0.0]) if ties == "first" else jnp.array([0.5, 0.0, 0.5])
+    pool = lambda x: reduce_window(
+        x, -jnp.inf, lax.max, (window,), None, [(window - 3, 0)], ties=ties
+    )
+
+    def f(x):
+        return lax.scan(lambda c, _: (c * pool(x)[0], None), 1.0, None, 3)[0]
+
+    np.testing.assert_allclose(jax.jit(jax.grad(f))(x), 12 * share)
+    for derivative in (jax.jacfwd(jax.grad(f)), jax.jacrev(jax.grad(f))):
+        np.testing.assert_allclose(jax.jit(derivative)(x), 12 * jnp.outer(share, share))
+
+
 def test_third_derivative_of_a_product():
     x = jnp.array([2.0, 3.0, 5.0])
     f = lambda x: reduce_window(x, 1.0, lax.mul, (3,))[0]

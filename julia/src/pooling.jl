@@ -107,7 +107,7 @@ function lp_pool(x, p::Real, kernel; kwargs...)
     return _root.(sum_pool(x.^power, kernel; kwargs...), power)
 end
 
-_root(total, p) = iszero(total) || p == 1 ? (p == 1 ? total : zero(total)) : total^(1 / p)
+_root(total, p) = p == 1 ? total : iszero(_plain(total)) ? zero(total) : total^(1 / p)
 
 """
     logsumexp_pool(x, kernel; ...)

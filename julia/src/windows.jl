@@ -180,8 +180,8 @@ function _reduce(op, init, x, w::Windows, ties)
 end
 
 function _reduce(op, init, x::AbstractArray{Float16}, w::Windows, ties)
-    wide = _reduce(op, Float32(init), Float32.(x), w, ties)
-    return eltype(wide) === Float32 ? Float16.(wide) : wide
+    wide = _reduce(op, Float32(init), map(Float32, x), w, ties)
+    return eltype(wide) === Float32 ? map(Float16, wide) : wide
 end
 
 @inline function _fold(op, init, x, w, o, ks)
@@ -231,7 +231,7 @@ end
 
 "The elements that have each window's derivative: linear indices of x, 0 for init."
 function selection(op::Extremum, init, x, w::Windows, ties)
-    ks, start, values = offsets(w), _plain(init), _plain.(x)
+    ks, start, values = offsets(w), _plain(init), map(_plain, x)
     return map(CartesianIndices(outsize(w))) do o
         return _winners!(Int[], op, start, values, w, o, ks, ties)
     end
@@ -301,8 +301,8 @@ function ChainRulesCore.frule(
     i̇nit = i̇nit isa AbstractZero ? zero(init) : unthunk(i̇nit)
     ẋ = ẋ isa AbstractZero ? zero(x) : unthunk(ẋ)
     T = _realtype(init, x, i̇nit, ẋ)
-    y = reduce_window(op, _dual(T, init, i̇nit), _dual.(T, x, ẋ); kwargs...)
-    return _undual.(T, y), _tangent.(T, y)
+    y = reduce_window(op, _dual(T, init, i̇nit), _duals(T, x, ẋ); kwargs...)
+    return map(v -> _undual(T, v), y), map(v -> _tangent(T, v), y)
 end
 
 struct WindowTag end
@@ -324,6 +324,9 @@ _tangent(::Type{T}, y::Complex) where {T} = Complex(
 _tangent(::Type{T}, y::Real) where {T} = y isa Dual{_tag(T)} ?
     ForwardDiff.partials(y, 1) :
     zero(y)
+
+# By map, since broadcasting an array without axes gives a scalar.
+_duals(::Type{T}, x, ẋ) where {T} = map((v, t) -> _dual(T, v, t), x, ẋ)
 
 _realtype(values...) = float(mapreduce(v -> real(eltype(v)), promote_type, values))
 
@@ -481,7 +484,7 @@ ChainRulesCore.rrule(
 # The gradient of <ȳ, reduce_window(op, init, x)> in (op, init, x).
 function _replay(config, op, init, x, ȳ, w::Windows)
     if eltype(x) === Float16
-        x, init = Float32.(x), Float32(init)
+        x, init = map(Float32, x), Float32(init)
     end
     T = promote_type(_eltype(op, init, x), eltype(ȳ))
     x̄ = T === Any ? zeros(eltype(ȳ), size(x)) : zeros(T, size(x))
@@ -536,15 +539,15 @@ function ChainRulesCore.rrule(::typeof(_replay), config, op, init, x, ȳ, w::Win
         ẋ = c̄ isa AbstractZero || c̄ === nothing ? zero(x) : unthunk(c̄)
         # Cotangents are conjugate to tangents.
         T = _realtype(init, x, ȳ, i̇, ẋ)
-        init_dual, x_dual = _dual(T, init, conj(i̇)), _dual.(T, x, conj.(ẋ))
-        ẏ = _tangent.(T, _reduce(op, init_dual, x_dual, w, :first))
+        init_dual, x_dual = _dual(T, init, conj(i̇)), _duals(T, x, map(conj, ẋ))
+        ẏ = map(v -> conj(_tangent(T, v)), _reduce(op, init_dual, x_dual, w, :first))
         _, ī, x̄ = _replay(config, op, init_dual, x_dual, ȳ, w)
         return NoTangent(),
             NoTangent(),
             NoTangent(),
             _project(init, conj(_tangent(T, ī))),
-            _project(x, conj.(_tangent.(T, x̄))),
-            _project(ȳ, conj.(ẏ)),
+            _project(x, map(v -> conj(_tangent(T, v)), x̄)),
+            _project(ȳ, ẏ),
             NoTangent()
     end
     return _replay(config, op, init, x, ȳ, w), replay_pullback

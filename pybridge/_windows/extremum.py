@@ -7,6 +7,10 @@ the gradient.
 
 The selection depends on the values only through comparisons, so the tangent is linear in the
 tangents with integer or boolean coefficients and every higher order follows from it.
+
+The value itself is written so that its plain derivative follows the same rule: where a scan is
+linearized JAX drops the rules of custom_jvp functions in it, and a derivative of that linearization
+sees the bare value (a lax.max would then split ties pairwise).
 """
 
 import functools
@@ -29,9 +33,13 @@ def extremum(geometry, name, ties, identity_init, x, init):
     ``identity_init``: init is known to be the identity, so only a window without a cell needs it.
     """
     greatest = _of_cells(geometry, name, x)
-    if identity_init:
-        return greatest
-    return _PAIR[name](greatest, jnp.broadcast_to(init, geometry.out))
+    wins = _init_wins(geometry, name, identity_init, init, greatest)
+    value = greatest if wins is None else jnp.where(wins, init, greatest)
+    if ties == "split":
+        # Zero, with the derivative of the rule below.
+        share = _split(geometry, name, identity_init, *_still(x, init), *_moving(x, init))
+        value = lax.stop_gradient(value) + share
+    return value
 
 
 @functools.partial(extremum.defjvp, symbolic_zeros=True)
@@ -43,16 +51,34 @@ def _extremum_jvp(geometry, name, ties, identity_init, primals, tangents):
     return out, rule(geometry, name, identity_init, x, init, tx, tinit)
 
 
-_PAIR = {"max": lax.max, "min": lax.min}
-
-
 def _of_cells(geometry, name, x):
+    """The extreme cell of each window, of equal ones the first; the identity where none is."""
     fill = identity(name, x.dtype)
-    pair = _PAIR[name]
+    later = lambda a, b: jnp.where(_follows(name, b, a), b, a)
     if geometry.count > UNROLLED:
-        op = lambda left, right: [pair(left[0], right[0])]
+        op = lambda left, right: [later(left[0], right[0])]
         return doubling.fold(op, [x], geometry, fill, has_identity=True)[0]
-    return functools.reduce(pair, cells(geometry.line(x, fill), geometry.axes))
+    return functools.reduce(later, cells(geometry.line(x, fill), geometry.axes))
+
+
+def _init_wins(geometry, name, identity_init, init, greatest):
+    """Which windows have init's value, ties="first": bool of shape ``out``; None for no window."""
+    has_cell = geometry.has_cell()
+    if identity_init:
+        return None if has_cell is None else ~has_cell
+    wins = _beats(name, init, greatest) | ((init == greatest) & ~_is_identity(name, init))
+    wins |= jnp.isnan(init)
+    return wins if has_cell is None else wins | ~has_cell
+
+
+def _still(*values):
+    return [lax.stop_gradient(v) for v in values]
+
+
+def _moving(*values):
+    """Zeros with the tangents of the values."""
+    zero = lambda v: jnp.where(jnp.isfinite(v), v - lax.stop_gradient(v), 0)
+    return [zero(v) for v in values]
 
 
 def _first(geometry, name, identity_init, x, init, tx, tinit):
@@ -63,14 +89,7 @@ def _first(geometry, name, identity_init, x, init, tx, tinit):
             tangent = _first_by_doubling(geometry, name, x, tx)
         else:
             tangent = _pick(geometry, _winner(geometry, name, x, greatest), tx)
-    has_cell = geometry.has_cell()
-    if identity_init:
-        wins = None if has_cell is None else ~has_cell
-    else:
-        wins = _beats(name, init, greatest) | ((init == greatest) & ~_is_identity(name, init))
-        wins |= jnp.isnan(init)
-        if has_cell is not None:
-            wins |= ~has_cell
+    wins = _init_wins(geometry, name, identity_init, init, greatest)
     if wins is None:
         return tangent
     return jnp.where(wins, jnp.zeros((), x.dtype) if tinit is None else tinit, tangent)
@@ -129,7 +148,7 @@ def _pick(geometry, winner, tangent):
 def _first_by_doubling(geometry, name, x, tx):
     def op(left, right):
         (a, ta), (b, tb) = left, right
-        later = _beats(name, b, a) | (jnp.isnan(b) & ~jnp.isnan(a))
+        later = _follows(name, b, a)
         return [jnp.where(later, b, a), jnp.where(later, tb, ta)]
 
     return doubling.fold(op, [x, tx], geometry)[1]
@@ -175,7 +194,7 @@ def _split_by_doubling(geometry, name, x, tx):
     def op(left, right):
         (a, ca, ta), (b, cb, tb) = left, right
         equal = _same(a, b)
-        later = _beats(name, b, a) | (jnp.isnan(b) & ~jnp.isnan(a))
+        later = _follows(name, b, a)
         pick = lambda both, first, second: jnp.where(equal, both, jnp.where(later, second, first))
         return [jnp.where(later, b, a), pick(ca + cb, ca, cb), pick(ta + tb, ta, tb)]
 
@@ -188,6 +207,11 @@ def _same(a, b):
 
 def _is_identity(name, init):
     return init == identity(name, init.dtype)
+
+
+def _follows(name, later, earlier):
+    """Whether the later of two elements is chosen: only if it is strictly greater, or first NaN."""
+    return _beats(name, later, earlier) | ((later != later) & (earlier == earlier))
 
 
 def _beats(name, a, b):

@@ -39,6 +39,11 @@ class Reducer:
     def __hash__(self):
         return hash(tuple(eqn.primitive.name for eqn in self.jaxpr.eqns))
 
+    @functools.cached_property
+    def has_custom_rules(self):
+        """Whether it calls a function with a derivative rule of its own."""
+        return _calls_custom_rules(self.jaxpr)
+
     @property
     def associative(self):
         return self.name is not None
@@ -53,6 +58,14 @@ class Reducer:
         for _ in range(rank):
             scalar = jax.vmap(scalar, in_axes=(None, 0, 0))
         return scalar
+
+
+def _calls_custom_rules(jaxpr):
+    return any(
+        eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call")
+        or any(_calls_custom_rules(inner) for inner in core.jaxprs_in_params(eqn.params))
+        for eqn in jaxpr.eqns
+    )
 
 
 def _same_program(a, b):
@@ -117,10 +130,19 @@ def trace(computation, tree, dtypes, accumulators):
             # It takes the 16-bit type only (lax.add with a captured array of it): it rounds then.
             narrow = _returning(_taking(computation, dtypes), accumulators)
             closed = _trace_as(narrow, tree, accumulators)
-    if computation is jnp.logaddexp and jnp.issubdtype(accumulators[0], jnp.floating):
+    if _is_logaddexp(computation, closed.jaxpr) and jnp.issubdtype(accumulators[0], jnp.floating):
         closed = jax.make_jaxpr(logaddexp)(*(jax.ShapeDtypeStruct((), accumulators[0]),) * 2)
         return Reducer(closed.jaxpr, "logaddexp"), list(closed.consts)
     return Reducer(closed.jaxpr, _sole_primitive(closed.jaxpr)), list(closed.consts)
+
+
+def _is_logaddexp(computation, jaxpr):
+    if computation is jnp.logaddexp:
+        return True
+    if len(jaxpr.invars) != 2 or len(jaxpr.eqns) != 1:
+        return False
+    scalars = [jax.ShapeDtypeStruct((), v.aval.dtype) for v in jaxpr.invars]
+    return _same_program(jax.make_jaxpr(jnp.logaddexp)(*scalars).jaxpr, jaxpr)
 
 
 def _trace_as(computation, tree, dtypes):
@@ -176,28 +198,17 @@ def _sole_primitive(jaxpr):
     return None
 
 
-@jax.custom_jvp
 def logaddexp(a, b):
-    """log(exp(a) + exp(b)) of real numbers.
+    """log(exp(a) + exp(b)) of real numbers, with a finite derivative everywhere.
 
     ``jnp.logaddexp`` has the derivative NaN where both are -inf, which in a longer chain turns the
-    derivative of every later, finite sum into NaN too, and (1, 1) at (inf, 0). The weights of this
-    one are sigmoid(a - b) and sigmoid(b - a) everywhere, with equal infinities sharing equally.
+    derivative of every later, finite sum into NaN too, and (1, 1) at (inf, 0). Here the first of
+    equal infinities has it. No custom rule: JAX drops those inside a scan at second order.
     """
-    return jnp.maximum(a, b) + jnp.log1p(jnp.exp(-jnp.abs(_difference(a, b))))
-
-
-@logaddexp.defjvp
-def _logaddexp_jvp(primals, tangents):
-    difference = _difference(*primals)
-    ta, tb = tangents
-    tangent = jax.nn.sigmoid(difference) * ta + jax.nn.sigmoid(-difference) * tb
-    return logaddexp(*primals), tangent
-
-
-def _difference(a, b):
-    # Only equal infinities are special: for equal finite numbers a - b has its own derivative.
-    return jnp.where((a == b) & jnp.isinf(a), 0, a - b)
+    greater, less = jnp.where(a >= b, a, b), jnp.where(a >= b, b, a)
+    # Only equal infinities are special: for equal finite numbers the difference has a derivative.
+    difference = jnp.where((a == b) & jnp.isinf(a), 0, less - greater)
+    return greater + jnp.log1p(jnp.exp(difference))
 
 
 @functools.cache

@@ -70,6 +70,12 @@ def _loop(geometry, reducer, operands, inits, consts):
         found = stacked or [cell_at(line, geometry.axes, offset) for line in lines]
         return step(accumulators, found, geometry.holds(offset))
 
+    if reducer.has_custom_rules:
+        # Where a scan is linearized JAX drops such rules, and second derivatives miss them.
+        for k in range(geometry.count):
+            accumulators = body(accumulators, lines, [], k)
+        return accumulators
+
     # The reverse pass adds each step's cotangent to one as large as the operand. Where strides
     # make the operand much larger than the output, gathering the cells first is the cheaper way.
     stacked = []
