@@ -126,7 +126,13 @@ class Runtime:
     def _load(self):
         jl = self.juliacall.Main
         try:
-            jl.seval("import NestedGradients, Zygote")
+            # An interactive Julia, as in Jupyter, has Pkg ask the registries before it loads.
+            jl.seval(
+                "let was = Base.is_interactive\n"
+                "Base.eval(:(is_interactive = false))\n"
+                "try Core.eval(Main, :(import NestedGradients, Zygote))\n"
+                "finally Base.eval(:(is_interactive = $was)) end end"
+            )
             return str(jl.seval(f"{_EXTENSION}.pointers()"))
         except Exception as error:
             said = str(error).strip().splitlines()
@@ -244,6 +250,9 @@ def _set_environment(found):
         # Safepoints are a SIGSEGV that Julia handles: without its handlers a second thread in
         # Julia is a crash. juliacall's default is off; a user's own choice stands.
         os.environ.setdefault("PYTHON_JULIACALL_HANDLE_SIGNALS", "yes")
+    # Its IPython extension writes Julia's output into Python from a Julia task, which crashes when
+    # Julia prints on a thread of XLA's. The output arrives without it.
+    os.environ.setdefault("PYTHON_JULIACALL_AUTOLOAD_IPYTHON_EXTENSION", "no")
     if not os.environ.get("PYTHON_JULIACALL_LIB") and not os.environ.get("PYTHON_JULIACALL_BINDIR"):
         os.environ["PYTHON_JULIACALL_LIB"] = found.lib
         os.environ["PYTHON_JULIACALL_BINDIR"] = found.bindir
@@ -268,8 +277,8 @@ class _Announcement:
 class _Signals:
     """Whose handler serves which signal.
 
-    Julia keeps the synchronous ones that it is made of: SIGSEGV is how a thread is stopped at a
-    safepoint, SIGFPE is a DivideError, SIGUSR2 interrupts a thread for a backtrace. All others go
+    Julia keeps those that it is made of: SIGSEGV is how a thread is stopped at a safepoint, SIGFPE
+    is a DivideError, SIGUSR2 interrupts a thread for a backtrace, SIGCHLD ends a wait. All others go
     back to what they were before the start, SIGINT and SIGTERM first of all, and the thread's
     signal mask, in which Julia blocks them, with them.
 
@@ -280,8 +289,17 @@ class _Signals:
     back. It then reports the other fatal signals, and Julia reports segmentation faults.
     """
 
+    # SIGCHLD is how libuv learns that a child of Julia's has ended: without it, loading a package
+    # that has to be precompiled waits for ever.
     JULIAS = frozenset(
-        {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGUSR2, signal.SIGTRAP}
+        {
+            signal.SIGSEGV,
+            signal.SIGBUS,
+            signal.SIGFPE,
+            signal.SIGUSR2,
+            signal.SIGTRAP,
+            signal.SIGCHLD,
+        }
     )
 
     def __enter__(self):

@@ -91,8 +91,19 @@ function use(space::Module, package)
                 "'using Pkg; Pkg.add(\"$package\")'",
         ))
     end
-    Core.eval(space, Meta.parse("using $package"))
+    noninteractive(() -> Core.eval(space, Meta.parse("using $package")))
     return nothing
+end
+
+# An interactive Julia, as in Jupyter, has Pkg ask the registries before it loads a package.
+function noninteractive(f)
+    was = Base.is_interactive
+    Base.eval(:(is_interactive = false))
+    return try
+        f()
+    finally
+        Base.eval(:(is_interactive = $was))
+    end
 end
 
 function evaluate(space::Module, name, code)
