@@ -78,6 +78,9 @@ def test_the_number_of_julias_threads_changes_no_bit(julia_there):
 def test_signals_of_python_stay_pythons_and_the_session_goes_on(julia_there):
     script("""
         import signal, threading, os
+        got = []
+        for s in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM):
+            signal.signal(s, lambda n, _: got.append(n))
         slow = jax.jit(julia_function("x -> (t = time(); while time() < t + 1; end; x)",
                        result=jax.ShapeDtypeStruct((), "f")))
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -90,9 +93,6 @@ def test_signals_of_python_stay_pythons_and_the_session_goes_on(julia_there):
             print("interrupted")
         assert slow(2.0) == 2
         assert f(jnp.ones(3)) > 0
-        got = []
-        for s in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM):
-            signal.signal(s, lambda n, _: got.append(n))
         for s in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM):
             os.kill(os.getpid(), s)
         import time; time.sleep(0.2)
