@@ -147,7 +147,7 @@ def second_order(julia, rounds):
         f"layer_{i} = (weight = rand(Float32, {o}, {n}), bias = rand(Float32, {o}))"
         for i, (n, o) in enumerate(((2, 64), (64, 64), (64, 1)), 1)
     )
-    own = f"""(let h = function_of({loss.id}).call, x = randn(Float32, 2, 1024), v = one.(x), ps = ({like},)
+    own = f"""(let h = function_of({loss.id}).call, x = randn(Float32, 2, 1024), v = one.(x), ps = (; {like})
         () -> (form(BACKEND, h, (x, ps), (1f0, nothing), Val(1); wanted=(true, false)),
                form(BACKEND, h, (x, ps), (1f0, nothing, (v, nothing)), Val(1)))
     end)"""
