@@ -20,7 +20,7 @@ _HOME = {
     ),
     "closures": ("unwrap",),
     "engines.julia": ("julia_function",),
-    "julia.errors": ("JuliaError", "JuliaNotFoundError"),
+    "julia.errors": ("JuliaError", "JuliaNotFoundError", "julia_errors"),
     "lux": ("LuxModel",),
     "windows": ("reduce_window",),
     "pooling": (

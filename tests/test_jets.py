@@ -159,6 +159,15 @@ def test_eager_calls_do_not_trace_again():
     assert len(traced) == 2  # once for its shape, once to lower it
 
 
+def test_debug_nans_names_a_nan_and_is_quiet_without_one():
+    f = JaxFunction(lambda x: jnp.sum(jnp.sqrt(x)))
+    with jax.debug_nans(True):
+        np.testing.assert_allclose(jax.jit(jax.grad(f))(jnp.ones(2)), [0.5, 0.5])
+        for call in (f, jax.jit(f), jax.jit(jax.grad(f))):
+            with pytest.raises(FloatingPointError):
+                jax.block_until_ready(call(-jnp.ones(2)))
+
+
 def test_the_compiled_program_survives_cleared_caches():
     compiled = jax.jit(JaxFunction(lambda x: jnp.sum(x**2))).lower(jnp.ones(3)).compile()
     jax.clear_caches()
