@@ -18,13 +18,17 @@ from pybridge._loops import saving
 pytestmark = pytest.mark.usefixtures("x64")
 
 
-@pytest.fixture(params=["residuals", "states"])
+@pytest.fixture
 def keeping(request, monkeypatch):
-    """Both ways to hand residuals to the reverse pass."""
-    monkeypatch.setattr(saving, "FREE_BYTES", {"residuals": 2**40, "states": -1}[request.param])
+    """How residuals reach the reverse pass: by states, or as the test's parameter says."""
+    how = getattr(request, "param", "states")
+    monkeypatch.setattr(saving, "FREE_BYTES", {"residuals": 2**40, "states": -1}[how])
     saving._keep.cache_clear()
-    yield request.param
+    yield how
     saving._keep.cache_clear()
+
+
+both_ways = pytest.mark.parametrize("keeping", ["residuals", "states"], indirect=True)
 
 
 def rotate(w, x):
@@ -108,6 +112,7 @@ TRANSFORMS = {
 }
 
 
+@both_ways
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transform(name, point, keeping):
     make = TRANSFORMS[name]
@@ -130,6 +135,7 @@ def test_hessian_in_all_four_combinations(outer, inner, point):
     same(hessian(loop), hessian(plain), *point)
 
 
+@both_ways
 def test_gradient_by_central_differences(point, keeping):
     w, x = point
     fun = jax.jit(scalar(functools.partial(loop, steps=5)))
@@ -275,6 +281,7 @@ def test_vmap_of_cond_on_shared_weights(point, lanes):
 # ---- what may be closed over, and what may be carried ----
 
 
+@both_ways
 def test_closures_over_tracers_used_by_body_and_cond(keeping):
     # The stop depends on a, and so does the body: Newton's method for the square root.
     def root(a):
@@ -390,6 +397,7 @@ def test_fori_with_static_bounds_needs_no_limit(point):
     same(jax.grad(scalar(ours)), jax.grad(scalar(lambda w, x: plain(w, x, 3))), w, x)
 
 
+@both_ways
 @pytest.mark.parametrize("stop", [0, 1, 4, 6])
 def test_scan_until(stop, point, keeping):
     w, x = point
