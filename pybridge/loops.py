@@ -37,7 +37,8 @@ def bounded_while_loop(
     steps its gradient costs what the steps taken cost. It composes to any order with ``jit``,
     ``grad``, ``jvp``, ``vjp``, ``vmap`` and ``checkpoint``, and both functions may close over
     traced values, which get gradients too. Under ``vmap`` lanes may stop at different times; a lane
-    that has stopped is not evaluated on stale values.
+    that has stopped is not evaluated on stale values. Derivatives are those of the steps taken: the
+    number of steps counts as a constant.
 
     Args:
       cond_fun: function from the carry to a boolean scalar.

@@ -257,7 +257,7 @@ def test_on_limit_raise():
 # ---- bad input ----
 
 
-@pytest.mark.parametrize("bad", [1.5, "4", True, jnp.float64(3), np.array([2, 3])])
+@pytest.mark.parametrize("bad", [1.5, "4", True, np.float64(3), np.array([2, 3])])
 def test_max_steps_must_be_an_integer(bad):
     with pytest.raises(TypeError, match="max_steps"):
         power(1.0, 2, bad)
@@ -413,3 +413,59 @@ def test_strict_dtype_promotion_and_32_bits():
         np.testing.assert_allclose(mapped(jnp.int32([0, 2])), [1.0, 4 * 1.1**3], rtol=1e-5)
         bounded_fori_loop(jnp.int32(0), jnp.int32(3), lambda i, x: x + jnp.float32(1), x, 5)
         bounded_scan_until(lambda x: x < 9, lambda x: (x + jnp.float32(1), x), x, 5)
+
+
+def test_repeated_calls_compile_once_and_see_what_closures_hold_now():
+    scale = 2.0
+    cond, body = (lambda c: c[1] < 3), (lambda c: (c[0] * scale, c[1] + 1))
+    run = lambda x: bounded_while_loop(cond, body, (x, 0), 9)[0]
+    assert run(1.0) == 8.0
+    before = loop_programs()
+    assert run(1.5) == 12.0
+    assert loop_programs() == before
+    scale = jnp.float64(3.0)
+    assert run(1.0) == 27.0
+    close(jax.grad(run)(1.0), 27.0)
+    scale = jnp.float64(4.0)
+    assert run(1.0) == 64.0
+    close(jax.grad(run)(1.0), 64.0)
+
+
+def loop_programs():
+    from pybridge._loops import primitive
+
+    return primitive._compiled.cache_info().misses
+
+
+def test_nothing_leaks_tracers():
+    with jax.checking_leaks():
+        run = lambda x, n: power(x, n, 6, checkpoints=2)
+        jax.jit(jax.hessian(run))(1.1, 3)
+        jax.vmap(jax.grad(run))(jnp.ones(2), jnp.array([0, 2]))
+
+
+@pytest.mark.parametrize("max_steps", [10**6, 10**8, 2**31 - 1])
+def test_huge_bounds(max_steps):
+    close(jax.jit(jax.grad(lambda x, n: power(x, n, max_steps)))(1.01, 3), 8 * 1.01**7)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_inside_shard_map_without_its_check():
+    spec = jax.sharding.PartitionSpec("i")
+    mesh = jax.make_mesh((1,), ("i",))
+    xs = jax.device_put(jnp.ones(4), jax.NamedSharding(mesh, spec))
+    run = jax.shard_map(
+        lambda w, x: bounded_fori_loop(0, 3, lambda i, x: jnp.sin(w * x), x, 5),
+        mesh=mesh,
+        in_specs=(jax.sharding.PartitionSpec(), spec),
+        out_specs=spec,
+        check_vma=False,
+    )
+
+    def theirs(w, x):
+        for _ in range(3):
+            x = jnp.sin(w * x)
+        return x
+
+    total = lambda fun: jax.jit(jax.value_and_grad(lambda w: jnp.sum(fun(w, xs))))(2.0)
+    close(total(run), total(theirs))

@@ -1,8 +1,11 @@
 """The mechanics of bounded loops: one primitive, a scan whose length is known only at run time.
 
-``primitive``  the loop and its rules: jvp, linearisation, transpose, batching, DCE, lowering
-``steps``      what the rules ask of a step's jaxpr: tangents, known and unknown halves, mapping
-``saving``     what the forward pass keeps for the reverse pass, and within which memory
-``lanes``      loops under vmap whose lanes stop at different times
-``tracing``    from the user's functions to the primitive's jaxprs
+``tracing``     from the user's functions to the primitive's jaxprs
+``primitive``   the loop and its rules: jvp, linearisation, transpose, batching, DCE, lowering
+``steps``       what the rules ask of a step's jaxpr: its tangent, its halves, its map over lanes
+``saving``      what the forward pass keeps for the reverse pass, and within which memory
+``trajectory``  the linear part of a loop whose rows do not fit: a fold that starts from the start
+``chunks``      the transpose of a loop with large constants, several steps at a time
+``lanes``       loops under vmap whose lanes stop at different times
+``rows``        steps that write rows of a large buffer, in place
 """

@@ -55,6 +55,8 @@ def batch(bind, axis, operands, dims, *, cond, step, bound, reverse, checkpoints
     if cond is None:
         outs = _given_lengths(bind, control[0], consts, carry, xs, many, b_consts, b_xs, **shared)
         return outs, carry_dims + y_dims
+    if xs:
+        raise NotImplementedError("vmap of a loop that finds its own length and reads rows")
     many_cond = steps.mapped(cond, axis, tuple(b_control + b_carry), (True,))
     outs = _found_lengths(bind, control, consts, carry, many_cond, many, b_consts, **shared)
     return outs, [0, *carry_dims, *y_dims]

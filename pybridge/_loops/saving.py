@@ -35,6 +35,9 @@ FREE_BYTES = 2**16
 BUDGET_BYTES = 2**24
 FEW_STATES = 8
 
+# More slots than this would not help: two advances a step then reach 1e8 steps.
+MOST_SLOTS = 2**14
+
 
 class Plan(NamedTuple):
     """A loop in two parts; the second is linear if the unknown operands are tangents."""
@@ -276,12 +279,12 @@ def _slots(loop, keeping, bound, checkpoints):
     if loop.u_xs or loop.u_ys or checkpoints == "all":
         return None
     if checkpoints != "auto":
-        return None if checkpoints >= bound else int(checkpoints)
+        return None if checkpoints >= bound else min(int(checkpoints), MOST_SLOTS)
     state = _bytes(known.in_avals[loop.n[0] :])
     filled = bound * keeping.row_bytes(known, loop.n, loop.n_out)
     if filled <= max(BUDGET_BYTES, FEW_STATES * state):
         return None
-    return max(2, BUDGET_BYTES // state)
+    return min(max(2, BUDGET_BYTES // state), MOST_SLOTS)
 
 
 # ---- the steps of both loops ----

@@ -111,10 +111,12 @@ def _backward(length, step, apply, x, r, slots, bound):
 def _schedule(slots, bound):
     """``(m, c) -> l``: of m steps to reverse with c slots, the first of which holds the state at
     their start, how many to advance before the next state is kept."""
-    reach = lambda c, r: _binomial(c + r, c)
-    most = next(r for r in range(bound + 1) if slots < 2 or reach(slots, r) >= bound)
-    table = np.array([[reach(c, r) for r in range(most + 1)] for c in range(slots + 1)], np.int64)
-    table = np.minimum(table, 2**31 - 1).astype(np.int32)
+    # Row r holds binomial(c + r, c) for every c, saturated.
+    c, table = np.arange(slots + 1, dtype=np.int64), [np.ones(slots + 1, np.int64)]
+    while slots > 1 and table[-1][slots] < bound:
+        r = len(table)
+        table.append(np.minimum(table[-1] * (c + r) // r, 2**31 - 1))
+    table = np.array(table, np.int32).T
 
     def split_at(m, c):
         rows = jnp.asarray(table)
@@ -123,15 +125,6 @@ def _schedule(slots, bound):
         return jnp.minimum(here[r - 1], m - less[r - 1])
 
     return split_at
-
-
-def _binomial(n, k):
-    out = 1
-    for i in range(1, k + 1):
-        out = out * (n - k + i) // i
-        if out >= 2**31:
-            return 2**31 - 1
-    return out
 
 
 mlir.register_lowering(fold_p, mlir.lower_fun(_run, multiple_results=True))
