@@ -9,6 +9,7 @@ an MLP 1-1024-1024-1 applied a number of times, the example of jax#8239.
 """
 
 import argparse
+import random
 import statistics
 import time
 
@@ -65,7 +66,9 @@ def compare(title, programs, args, seconds):
     times = {name: [] for name in compiled}
     began = time.perf_counter()
     while time.perf_counter() - began < seconds or len(next(iter(times.values()))) < 5:
-        for name, (run, _) in compiled.items():
+        # In a new order each turn: a program is a little slower after one that empties the caches.
+        for name in random.sample(list(compiled), len(compiled)):
+            run, _ = compiled[name]
             start = time.perf_counter()
             jax.block_until_ready(run(*args))
             times[name].append(1e3 * (time.perf_counter() - start))
