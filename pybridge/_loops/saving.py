@@ -284,7 +284,7 @@ def _slots(loop, keeping, bound, checkpoints):
     filled = bound * keeping.row_bytes(known, loop.n, loop.n_out)
     if filled <= max(BUDGET_BYTES, FEW_STATES * state):
         return None
-    return min(max(2, BUDGET_BYTES // state), MOST_SLOTS)
+    return min(max(2, BUDGET_BYTES // max(1, state)), MOST_SLOTS)
 
 
 # ---- the steps of both loops ----
