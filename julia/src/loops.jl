@@ -110,7 +110,7 @@ end
 
 function ChainRulesCore.frule(
     config::RuleConfig{>:HasForwardsMode},
-    (_, _, dbody, dinit, _, _),
+    dots::Tuple,
     ::typeof(run_bounded),
     cond,
     body,
@@ -118,9 +118,12 @@ function ChainRulesCore.frule(
     max_steps,
     checkpoints,
 )
-    val, dval, steps = init, dinit, 0
+    _, _, dbody, dval = dots
+    # ChainRulesCore has no method of this of its own: each forward mode brings one for its config.
+    push = Base.inferencebarrier(ChainRulesCore.frule_via_ad)
+    val, steps = init, 0
     while (max_steps === nothing || steps < max_steps) && cond(val)
-        val, dval = ChainRulesCore.frule_via_ad(config, (dbody, dval), body, val)
+        val, dval = push(config, (dbody, dval), body, val)
         steps += 1
     end
     out = (val, steps)
