@@ -24,6 +24,9 @@ const FILES = [
     "reports.jl",
     "sow.jl",
     "harvested.jl",
+    "windows.jl",
+    "pooling.jl",
+    "loops.jl",
     "doctests.jl",
 ]
 
