@@ -11,7 +11,7 @@ from jax.tree_util import tree_flatten, tree_unflatten
 
 from pybridge._windows import doubling, written
 from pybridge._windows.extremum import extremum
-from pybridge._windows.geometry import Axis, Geometry
+from pybridge._windows.geometry import Axis, Geometry, vary, varying
 from pybridge._windows.reducer import identity, trace
 from pybridge._windows.total import total
 
@@ -104,7 +104,12 @@ def reduce_window(
         )
     dtypes = [x.dtype for x in operands]
     accumulators = [_accumulator(d) for d in dtypes]
-    reducer, consts = trace(computation, tree, dtypes, accumulators)
+    axes = varying(*operands, *inits)
+    reducer, consts = trace(computation, tree, dtypes, accumulators, axes)
+    if not varying(*consts) <= axes:
+        axes |= varying(*consts)
+        reducer, consts = trace(computation, tree, dtypes, accumulators, axes)
+    operands, inits = ([vary(x, axes) for x in xs] for xs in (operands, inits))
     _check_options(ties, associative, reducer)
 
     if geometry.some_cell is None:
@@ -167,7 +172,9 @@ def _doubled(geometry, reducer, operands, inits, consts):
 
 
 def _accumulator(dtype):
-    return jnp.dtype(jnp.float32) if dtype in (jnp.float16, jnp.bfloat16) else dtype
+    """float32 for the floating dtypes of 16 bits or less."""
+    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return jnp.dtype(jnp.float32) if narrow else dtype
 
 
 def _is_known_identity(init, neutral):

@@ -628,6 +628,33 @@ def test_linearize_checkpoint_scan_and_custom_rules_around_it():
     np.testing.assert_array_equal(jax.grad(scanned)(x), 3 * want.sum(0))
 
 
+@pytest.mark.parametrize("window", [2, 40])
+@pytest.mark.parametrize("name", list(OURS))
+def test_inside_shard_map(name, window):
+    """Loops carry what varies over the mesh; with check_vma, which is shard_map's default."""
+    mesh = jax.make_mesh((1,), ("d",))
+    spec = jax.sharding.PartitionSpec
+    x = jnp.arange(12.0).reshape(3, 4) / 10
+    pool = lambda x, i: reduce_window(x, i, OURS[name], (1, window), None, "SAME")
+    sharded = jax.shard_map(pool, mesh=mesh, in_specs=(spec("d"), spec()), out_specs=spec("d"))
+    gradient = lambda f: jax.jit(jax.grad(lambda x, i: f(x, i).sum(), (0, 1)))(x, 0.5)
+    for got, want in zip(gradient(sharded), gradient(pool)):
+        np.testing.assert_allclose(got, want, rtol=1e-12)
+
+
+def test_strict_promotion_of_dtypes():
+    x = jnp.arange(6, dtype=jnp.float32)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        for name in ("max", "add", "logaddexp"):
+            for window in (2, 40):
+                f = lambda x, i, name=name, w=window: reduce_window(
+                    x, i, OURS[name], (w,), None, "SAME"
+                ).sum()
+                jax.grad(f, (0, 1))(x, jnp.float32(0.5))
+        split = lambda x, i: reduce_window(x, i, lax.max, (2,), ties="split").sum()
+        jax.grad(split, (0, 1))(x, jnp.float32(0.5))
+
+
 def test_hessian_and_reverse_over_reverse_of_pooling():
     x = jnp.array([1.0, 3.0, 2.0, 5.0])
     f = lambda x: (reduce_window(x, 0.5, lax.max, (2,)) ** 3).sum()

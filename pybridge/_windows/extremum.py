@@ -21,7 +21,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from pybridge._windows import doubling
-from pybridge._windows.geometry import Axis, cell_at, cells, transposable_cells
+from pybridge._windows.geometry import Axis, cell_at, cells, transposable_cells, vary, varying
 from pybridge._windows.reducer import identity
 from pybridge._windows.written import UNROLLED
 
@@ -54,7 +54,7 @@ def _extremum_jvp(geometry, name, ties, identity_init, primals, tangents):
 def _of_cells(geometry, name, x):
     """The extreme cell of each window, of equal ones the first; the identity where none is."""
     fill = identity(name, x.dtype)
-    later = lambda a, b: jnp.where(_follows(name, b, a), b, a)
+    later = lambda a, b: jnp.where(_stays(name, a, b), a, b)
     if geometry.count > UNROLLED:
         op = lambda left, right: [later(left[0], right[0])]
         return doubling.fold(op, [x], geometry, fill, has_identity=True)[0]
@@ -141,15 +141,15 @@ def _pick(geometry, winner, tangent):
         row = cell_at(line, along, offset)
         return total + chosen(transposable_cells(row, across), k * inner), None
 
-    start = jnp.zeros(geometry.out, tangent.dtype)
+    start = vary(jnp.zeros(geometry.out, tangent.dtype), varying(line, winner))
     return lax.scan(body, start, jnp.arange(axes[lead].window, dtype=jnp.int32))[0]
 
 
 def _first_by_doubling(geometry, name, x, tx):
     def op(left, right):
         (a, ta), (b, tb) = left, right
-        later = _follows(name, b, a)
-        return [jnp.where(later, b, a), jnp.where(later, tb, ta)]
+        stays = _stays(name, a, b)
+        return [jnp.where(stays, a, b), jnp.where(stays, ta, tb)]
 
     return doubling.fold(op, [x, tx], geometry)[1]
 
@@ -168,7 +168,7 @@ def _split(geometry, name, identity_init, x, init, tx, tinit):
         ties = _same(init, greatest) & ~_is_identity(name, init)
         t = jnp.zeros((), x.dtype) if tinit is None else tinit
         total = jnp.where(ours, t, total + jnp.where(ties, t, jnp.zeros((), x.dtype)))
-        count = jnp.where(ours, 1, count + ties)
+        count = jnp.where(ours, 1, count + ties.astype(count.dtype))
     if has_cell is not None:
         t = jnp.zeros((), x.dtype) if tinit is None else tinit
         total = jnp.where(has_cell, total, t)
@@ -185,7 +185,7 @@ def _equal_cells(geometry, name, x, greatest, tx):
         hit = _same(cell, greatest)
         mask = geometry.holds(offset)
         hit = hit if mask is None else hit & mask
-        count += hit
+        count += hit.astype(count.dtype)
         total += jnp.where(hit, tangent, jnp.zeros((), x.dtype))
     return count, total
 
@@ -194,9 +194,9 @@ def _split_by_doubling(geometry, name, x, tx):
     def op(left, right):
         (a, ca, ta), (b, cb, tb) = left, right
         equal = _same(a, b)
-        later = _follows(name, b, a)
-        pick = lambda both, first, second: jnp.where(equal, both, jnp.where(later, second, first))
-        return [jnp.where(later, b, a), pick(ca + cb, ca, cb), pick(ta + tb, ta, tb)]
+        stays = _stays(name, a, b)
+        pick = lambda both, first, second: jnp.where(equal, both, jnp.where(stays, first, second))
+        return [jnp.where(stays, a, b), pick(ca + cb, ca, cb), pick(ta + tb, ta, tb)]
 
     return doubling.fold(op, [x, jnp.ones(x.shape, jnp.int32), tx], geometry)
 
@@ -209,9 +209,15 @@ def _is_identity(name, init):
     return init == identity(name, init.dtype)
 
 
-def _follows(name, later, earlier):
-    """Whether the later of two elements is chosen: only if it is strictly greater, or first NaN."""
-    return _beats(name, later, earlier) | ((later != later) & (earlier == earlier))
+def _stays(name, earlier, later):
+    """Whether the earlier of two elements is chosen: unless the later is greater, or first NaN.
+
+    Written as XLA writes its own maximum, which costs two comparisons.
+    """
+    if jnp.issubdtype(jnp.result_type(earlier), jnp.complexfloating):
+        return jnp.isnan(earlier) | ~(_beats(name, later, earlier) | jnp.isnan(later))
+    no_less = earlier >= later if name == "max" else earlier <= later
+    return no_less | (earlier != earlier)
 
 
 def _beats(name, a, b):

@@ -14,6 +14,7 @@ import itertools
 import math
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -278,3 +279,14 @@ def cell_at(line, axes, offset):
             sizes.append(1)
     found = lax.dynamic_slice(line, starts, sizes)
     return lax.reshape(found, tuple(a.out for a in axes))
+
+
+def varying(*arrays):
+    """The mesh axes of an enclosing ``shard_map`` that any of the arrays varies over."""
+    return frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in arrays))
+
+
+def vary(x, axes):
+    """x, varying over ``axes`` too: as a loop carries it out, so it must go in."""
+    missing = tuple(sorted(axes - varying(x)))
+    return lax.pcast(x, missing, to="varying") if missing else x

@@ -14,6 +14,8 @@ import numpy as np
 from jax.extend import core
 from jax.tree_util import tree_flatten, tree_structure, tree_unflatten
 
+from pybridge._windows.geometry import vary
+
 # Primitives that are associative as reducers; the first four have rules or identities here.
 _ASSOCIATIVE = ("add", "mul", "max", "min", "and", "or", "xor")
 
@@ -115,23 +117,25 @@ def _same_param(a, b):
         return False
 
 
-def trace(computation, tree, dtypes, accumulators):
+def trace(computation, tree, dtypes, accumulators, axes):
     """Trace ``computation`` for operands of ``dtypes``, to run on ``accumulators``.
+
+    ``axes``: the axes of a shard_map that its arguments vary over.
 
     Returns a Reducer and the list of what the computation captured.
 
     Raises TypeError where it returns another tree, shape or dtype than it was given.
     """
-    closed = _trace_as(computation, tree, dtypes)
+    closed = _trace_as(computation, tree, dtypes, axes)
     if tuple(accumulators) != tuple(dtypes):
         try:
-            closed = _trace_as(_returning(computation, accumulators), tree, accumulators)
+            closed = _trace_as(_returning(computation, accumulators), tree, accumulators, axes)
         except TypeError:
             # It takes the 16-bit type only (lax.add with a captured array of it): it rounds then.
             narrow = _returning(_taking(computation, dtypes), accumulators)
-            closed = _trace_as(narrow, tree, accumulators)
+            closed = _trace_as(narrow, tree, accumulators, axes)
     if _is_logaddexp(computation, closed.jaxpr) and jnp.issubdtype(accumulators[0], jnp.floating):
-        closed = jax.make_jaxpr(logaddexp)(*(jax.ShapeDtypeStruct((), accumulators[0]),) * 2)
+        closed = jax.make_jaxpr(logaddexp)(*(_scalar(accumulators[0], axes),) * 2)
         return Reducer(closed.jaxpr, "logaddexp"), list(closed.consts)
     return Reducer(closed.jaxpr, _sole_primitive(closed.jaxpr)), list(closed.consts)
 
@@ -141,12 +145,12 @@ def _is_logaddexp(computation, jaxpr):
         return True
     if len(jaxpr.invars) != 2 or len(jaxpr.eqns) != 1:
         return False
-    scalars = [jax.ShapeDtypeStruct((), v.aval.dtype) for v in jaxpr.invars]
+    scalars = [_scalar(v.aval.dtype, v.aval.manual_axis_type.varying) for v in jaxpr.invars]
     return _same_program(jax.make_jaxpr(jnp.logaddexp)(*scalars).jaxpr, jaxpr)
 
 
-def _trace_as(computation, tree, dtypes):
-    scalars = tree_unflatten(tree, [jax.ShapeDtypeStruct((), d) for d in dtypes])
+def _trace_as(computation, tree, dtypes, axes):
+    scalars = tree_unflatten(tree, [_scalar(d, axes) for d in dtypes])
     closed, out = jax.make_jaxpr(computation, return_shape=True)(scalars, scalars)
     if tree_structure(out) != tree:
         raise TypeError(
@@ -165,6 +169,13 @@ def _trace_as(computation, tree, dtypes):
                 f"return {dtype}, e.g. with .astype({dtype})."
             )
     return closed
+
+
+def _scalar(dtype, axes):
+    """What a scalar of the operand is to a trace."""
+    if axes:
+        return vary(jnp.zeros((), dtype), axes)
+    return jax.ShapeDtypeStruct((), dtype)
 
 
 def _cast(tree, dtypes):
