@@ -32,9 +32,12 @@ const FILES = [
 
 include("differences.jl")
 
-# Every file in a module of its own: what one defines is not there for the next.
+# Every file in a module of its own: what one defines is not there for the next. The modules are kept:
+# Julia 1.10 would collect one under the methods that were defined in it.
+const SPACES = Module[]
 function run(file)
     tests = Module(Symbol(replace(file, r"\W" => "_")))
+    push!(SPACES, tests)
     Core.eval(tests, :(using Main: agree, differences, flatten, refill))
     return Base.include(tests, joinpath(@__DIR__, file))
 end
