@@ -26,7 +26,6 @@ using ForwardDiff: ForwardDiff, Dual, Partials
 using LinearAlgebra:
     LinearAlgebra,
     Adjoint,
-    Diagonal,
     Transpose,
     diag,
     dot,
