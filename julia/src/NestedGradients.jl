@@ -23,16 +23,7 @@ using ChainRulesCore:
     @non_differentiable
 using DifferentiationInterface: DifferentiationInterface as DI
 using ForwardDiff: ForwardDiff, Dual, Partials
-using LinearAlgebra:
-    LinearAlgebra,
-    Adjoint,
-    Transpose,
-    diag,
-    dot,
-    kron,
-    logabsdet,
-    mul!,
-    tr
+using LinearAlgebra: LinearAlgebra, Adjoint, Transpose, diag, dot, kron, logabsdet, mul!, tr
 using Random: AbstractRNG
 
 include("levels.jl")
