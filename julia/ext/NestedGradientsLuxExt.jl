@@ -51,9 +51,9 @@ function products(δ, W, x, b)
 end
 
 for (TW, TX) in (
-        (:AbstractMatrix, :DualMatrix),
-        (:DualMatrix, :AbstractMatrix),
-        (:DualMatrix, :DualMatrix),
+        (AbstractMatrix, DualMatrix),
+        (DualMatrix, AbstractMatrix),
+        (DualMatrix, DualMatrix),
     )
     @eval begin
         function ChainRulesCore.rrule(
