@@ -141,9 +141,7 @@ def reduce_window(
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _extremum(geometry, name, ties, identity_init, x, init):
-    if jnp.issubdtype(x.dtype, jnp.inexact):
-        return extremum(geometry, name, ties, identity_init, x, init)
-    return extremum.fun(geometry, name, ties, identity_init, x, init)
+    return extremum(geometry, name, ties, identity_init, x, init)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -8,9 +8,9 @@ the gradient.
 The selection depends on the values only through comparisons, so the tangent is linear in the
 tangents with integer or boolean coefficients and every higher order follows from it.
 
-The value itself is written so that its plain derivative follows the same rule: where a scan is
-linearized JAX drops the rules of custom_jvp functions in it, and a derivative of that linearization
-sees the bare value (a lax.max would then split ties pairwise).
+The maximum of a window's cells is a primitive, not a custom_jvp function: where a scan is linearized
+JAX drops the rules of custom_jvp functions in it, and a derivative of that linearization would see the
+bare value, whose lax.max splits ties pairwise.
 """
 
 import functools
@@ -19,46 +19,74 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from pybridge._windows import doubling
-from pybridge._windows.geometry import Axis, cell_at, cells, transposable_cells, vary, varying
+from pybridge._windows.geometry import (
+    Axis,
+    Geometry,
+    cell_at,
+    cells,
+    transposable_cells,
+    vary,
+    varying,
+)
 from pybridge._windows.reducer import identity
 from pybridge._windows.written import UNROLLED
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2, 3))
 def extremum(geometry, name, ties, identity_init, x, init):
     """The greatest (name "max") or least ("min") of init and each window's cells.
 
     ``identity_init``: init is known to be the identity, so only a window without a cell needs it.
     """
-    greatest = _of_cells(geometry, name, x)
+    if ties == "split" and jnp.issubdtype(x.dtype, jnp.inexact):
+        return _with_split_ties(geometry, name, identity_init, x, init)
+    greatest = cells_extremum_p.bind(x, geometry=geometry, name=name)
     wins = _init_wins(geometry, name, identity_init, init, greatest)
-    value = greatest if wins is None else jnp.where(wins, init, greatest)
-    if ties == "split":
-        # Zero, with the derivative of the rule below.
-        share = _split(geometry, name, identity_init, *_still(x, init), *_moving(x, init))
-        value = lax.stop_gradient(value) + share
-    return value
+    return greatest if wins is None else jnp.where(wins, init, greatest)
 
 
-@functools.partial(extremum.defjvp, symbolic_zeros=True)
-def _extremum_jvp(geometry, name, ties, identity_init, primals, tangents):
-    x, init = primals
-    tx, tinit = (None if type(t) is SymbolicZero else t for t in tangents)
-    out = extremum(geometry, name, ties, identity_init, x, init)
-    rule = _first if ties == "first" else _split
-    return out, rule(geometry, name, identity_init, x, init, tx, tinit)
+# ---- the extreme cell: shape, jvp, batching, lowering; its tangent is transposed by itself ------
+
+cells_extremum_p = Primitive("window_extremum")
 
 
-def _of_cells(geometry, name, x):
-    """The extreme cell of each window, of equal ones the first; the identity where none is."""
-    fill = identity(name, x.dtype)
-    later = lambda a, b: jnp.where(_stays(name, a, b), a, b)
+def _of_cells(x, *, geometry, name):
+    """The extreme cell of each window; the identity where none is."""
+    fill, pair = identity(name, x.dtype), {"max": lax.max, "min": lax.min}[name]
     if geometry.count > UNROLLED:
-        op = lambda left, right: [later(left[0], right[0])]
+        op = lambda left, right: [pair(left[0], right[0])]
         return doubling.fold(op, [x], geometry, fill, has_identity=True)[0]
-    return functools.reduce(later, cells(geometry.line(x, fill), geometry.axes))
+    return functools.reduce(pair, cells(geometry.line(x, fill), geometry.axes))
+
+
+def _jvp(primals, tangents, *, geometry, name):
+    (x,), (tx,) = primals, tangents
+    greatest = cells_extremum_p.bind(x, geometry=geometry, name=name)
+    if type(tx) is ad.Zero:
+        return greatest, ad.Zero(jax.typeof(greatest).to_tangent_aval())
+    return greatest, _first(geometry, name, x, tx, greatest)
+
+
+def _batch(arrays, dims, *, geometry, name):
+    (x,), (dim,) = arrays, dims
+    x = jnp.moveaxis(x, dim, 0)
+    batched = Geometry((Axis(x.shape[0], 1), *geometry.axes))
+    return cells_extremum_p.bind(x, geometry=batched, name=name), 0
+
+
+cells_extremum_p.def_impl(_of_cells)
+cells_extremum_p.def_abstract_eval(
+    lambda x, geometry, name: x.update(shape=geometry.out, weak_type=False)
+)
+ad.primitive_jvps[cells_extremum_p] = _jvp
+batching.primitive_batchers[cells_extremum_p] = _batch
+mlir.register_lowering(cells_extremum_p, mlir.lower_fun(_of_cells, multiple_results=False))
+
+
+# ---- init -----------------------------------------------------------------------------------------
 
 
 def _init_wins(geometry, name, identity_init, init, greatest):
@@ -71,28 +99,14 @@ def _init_wins(geometry, name, identity_init, init, greatest):
     return wins if has_cell is None else wins | ~has_cell
 
 
-def _still(*values):
-    return [lax.stop_gradient(v) for v in values]
+# ---- ties: the first ------------------------------------------------------------------------------
 
 
-def _moving(*values):
-    """Zeros with the tangents of the values."""
-    zero = lambda v: jnp.where(jnp.isfinite(v), v - lax.stop_gradient(v), 0)
-    return [zero(v) for v in values]
-
-
-def _first(geometry, name, identity_init, x, init, tx, tinit):
-    greatest = _of_cells(geometry, name, x)
-    tangent = jnp.zeros(geometry.out, x.dtype)
-    if tx is not None:
-        if geometry.count > UNROLLED:
-            tangent = _first_by_doubling(geometry, name, x, tx)
-        else:
-            tangent = _pick(geometry, _winner(geometry, name, x, greatest), tx)
-    wins = _init_wins(geometry, name, identity_init, init, greatest)
-    if wins is None:
-        return tangent
-    return jnp.where(wins, jnp.zeros((), x.dtype) if tinit is None else tinit, tangent)
+def _first(geometry, name, x, tx, greatest):
+    """The tangent of the first extreme cell."""
+    if geometry.count > UNROLLED:
+        return _first_by_doubling(geometry, name, x, tx)
+    return _pick(geometry, _winner(geometry, name, x, greatest), tx)
 
 
 def _winner(geometry, name, x, greatest):
@@ -154,9 +168,29 @@ def _first_by_doubling(geometry, name, x, tx):
     return doubling.fold(op, [x, tx], geometry)[1]
 
 
+# ---- ties: in equal shares ------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _with_split_ties(geometry, name, identity_init, x, init):
+    value = extremum(geometry, name, "first", identity_init, *map(lax.stop_gradient, (x, init)))
+    # Zero, with the derivative of the rule below, for where JAX drops that rule.
+    zero = lambda v: jnp.where(jnp.isfinite(v), v - lax.stop_gradient(v), 0)
+    still = map(lax.stop_gradient, (x, init))
+    return value + _split(geometry, name, identity_init, *still, zero(x), zero(init))
+
+
+@functools.partial(_with_split_ties.defjvp, symbolic_zeros=True)
+def _split_jvp(geometry, name, identity_init, primals, tangents):
+    x, init = primals
+    tx, tinit = (None if type(t) is SymbolicZero else t for t in tangents)
+    value = _with_split_ties(geometry, name, identity_init, x, init)
+    return value, _split(geometry, name, identity_init, x, init, tx, tinit)
+
+
 def _split(geometry, name, identity_init, x, init, tx, tinit):
     """The mean of the tangents of all elements equal to the greatest."""
-    greatest = _of_cells(geometry, name, x)
+    greatest = cells_extremum_p.bind(x, geometry=geometry, name=name)
     tx = jnp.zeros_like(x) if tx is None else tx
     if geometry.count > UNROLLED:
         _, count, total = _split_by_doubling(geometry, name, x, tx)
