@@ -117,6 +117,7 @@ class _Unwrapping:
         self.numbers = numbers
         self.globals = getattr(reads_globals, "__globals__", None)
         self.open = set()  # ids of values whose parts are being taken: a cycle ends here
+        self.cyclic = set()  # those of them that were met again
 
     def take(self, value, path) -> _Part:
         if isinstance(value, _STATIC) or as_julia(value) is not None:
@@ -129,12 +130,24 @@ class _Unwrapping:
             return self._static(value)
         if id(value) in self.open:
             # Only a function may contain itself; it is made before its cells are filled.
+            self.cyclic.add(id(value))
             return _Part(None, lambda params, made: made.get(id(value), value))
         self.open.add(id(value))
         try:
-            return self._compound(value, path)
+            part = self._compound(value, path)
         finally:
             self.open.discard(id(value))
+        if (
+            part.params is not None
+            and id(value) in self.cyclic
+            and not isinstance(value, types.FunctionType)
+        ):
+            raise TypeError(
+                f"{path} is of type {type(value).__name__}, holds arrays and contains itself (a bound "
+                "method kept on its own object does that), so it cannot be rebuilt with others. Pass "
+                "the arrays as arguments."
+            )
+        return part
 
     def _static(self, value):
         return _Part(None, lambda params, made: value)
@@ -174,7 +187,13 @@ class _Unwrapping:
             return self._node(value, path)
         attributes = _attributes(value)
         if attributes:
-            return self._record(attributes, path, lambda new: _copied(value, new), value)
+            part = self._record(attributes, path, lambda new: _copied(value, new), value)
+            if part.params is not None and copy.copy(value) is value:
+                raise TypeError(
+                    f"{path} is of type {type(value).__name__}, holds arrays and cannot be copied. "
+                    "Pass the arrays as arguments."
+                )
+            return part
         return self._opaque(value, path)
 
     def _record(self, parts, path, rebuild, value, inline=None):
@@ -240,6 +259,8 @@ class _Unwrapping:
         children, treedef = jax.tree.flatten(value, is_leaf=lambda child: child is not value)
         named = jax.tree_util.tree_leaves_with_path(value, is_leaf=lambda c: c is not value)
         keys = [_plain_name(entry[0]) for entry, _ in named]
+        if len(set(keys)) < len(keys):  # {1: .., "1": ..}
+            keys = [jax.tree_util.keystr(entry[:1]) for entry, _ in named]
         taken = [
             self.take(child, path + jax.tree_util.keystr(k))
             for (k, _), child in zip(named, children)

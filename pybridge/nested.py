@@ -153,6 +153,11 @@ def laplacian(loss, x, ps=None, *, engine=None):
     engine, loss = resolve(loss, engine)
     args = _arguments(x, ps)
     _check_differentiable(x, "x")
+    if any(jnp.issubdtype(_dtype(leaf), np.complexfloating) for leaf in jax.tree.leaves(x)):
+        raise TypeError(
+            "x is complex, and the Laplacian of a function of complex numbers is not defined here. "
+            "Pass real and imaginary parts as two float arrays."
+        )
     basis, count = _basis(x)
     if engine is not None:
         _check_scalar(jets.result_struct(engine, loss, args), loss)

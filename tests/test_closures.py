@@ -178,6 +178,43 @@ def test_a_capture_that_cannot_be_taken_apart_is_an_error(capture, message):
         unwrap(f)
 
 
+def test_what_contains_itself_is_an_error():
+    class Layer:
+        def __init__(self):
+            self.w = W
+            self.act = self.linear
+
+        def linear(self, x):
+            return jnp.sum(self.w * x)
+
+        def __call__(self, x):
+            return self.act(x)
+
+    with pytest.raises(TypeError, match=r"f is of type Layer.*contains itself"):
+        unwrap(Layer())
+
+
+def test_what_cannot_be_copied_is_an_error():
+    class One:
+        def __copy__(self):
+            return self
+
+        def __call__(self, x):
+            return jnp.sum(self.w * x)
+
+    one = One()
+    one.w = W
+    with pytest.raises(TypeError, match=r"f is of type One.*cannot be copied"):
+        unwrap(one)
+
+
+def test_keys_that_look_alike_stay_apart():
+    d = collections.OrderedDict([(1, W), ("1", 2 * W)])
+    skeleton, ps = unwrap((lambda d: lambda x: jnp.sum((d[1] + 10 * d["1"]) * x))(d))
+    assert len(jax.tree.leaves(ps)) == 2
+    np.testing.assert_allclose(skeleton(x, ps), jnp.sum(21 * W * x), rtol=1e-6)
+
+
 def test_bad_calls():
     with pytest.raises(TypeError, match="f must be callable"):
         unwrap(3)

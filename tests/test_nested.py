@@ -292,6 +292,7 @@ def test_public_report(x64, report, build, value):
         (lambda: hvp(jnp.sum, {"a": 1.0}, {"b": 1.0}), ValueError, r"v must be a pytree like x"),
         (lambda: nested_grad(lambda x: x, 1.0, has_aux=True), TypeError, r"pair \(value, aux\)"),
         (lambda: pybridge.custom_vjp(jnp.sin), TypeError, r"Python callable"),
+        (lambda: laplacian(jnp.abs, 1j), TypeError, r"x is complex"),
         (lambda: laplacian(lambda x: x, jnp.ones(2)), ValueError, r"must return a scalar"),
     ],
 )

@@ -118,7 +118,8 @@ def _promote(leaf, flags, target, sizes):
 
 def _sum_shared(leaf, have, wanted, levels):
     kept = [i for i in levels if have[i]]
-    return jnp.sum(leaf, axis=tuple(a for a, i in enumerate(kept) if not wanted[i]))
+    shared = tuple(a for a, i in enumerate(kept) if not wanted[i])
+    return jnp.sum(leaf, axis=shared, dtype=leaf.dtype) if shared else leaf
 
 
 engine = JaxEngine()
