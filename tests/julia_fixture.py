@@ -47,8 +47,10 @@ def border(request, monkeypatch, julia):
 
 def run_python(code, *, env=None, timeout=120, check=True):
     """Run ``code`` in a fresh Python; the completed process, its output as text."""
+    # A test run in the background ignores SIGINT, and its children inherit that.
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", heard + code],
         env=os.environ | {"JAX_PLATFORMS": "cpu"} | (env or {}),
         capture_output=True,
         text=True,
