@@ -9,12 +9,15 @@ formula is that of the public discussion of nested AD with Lux: "closures are ca
 Nothing is dropped: what may hold an array and cannot be taken apart is an error with its path.
 """
 
+import collections
+import contextlib
 import copy
 import dataclasses
 import dis
 import functools
 import gc
 import types
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -32,13 +35,13 @@ _STATIC = (
     type(Ellipsis),
     range,
     slice,
-    type,
     types.ModuleType,
-    types.BuiltinFunctionType,
     types.CodeType,
     np.ufunc,
     np.dtype,
 )
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic)
 
 
 def unwrap(f, *, numbers=False, globals=False):
@@ -50,8 +53,8 @@ def unwrap(f, *, numbers=False, globals=False):
     - from Python functions: closure cells and defaults, in nested functions too;
       ``functools.partial``; bound methods (what ``self`` holds); callable dataclasses, pytree
       modules (Equinox and the like) and other objects with attributes; ``jax.jit`` wrappers are
-      looked through. Globals are not captures unless ``globals=True`` says so, which is what a
-      function typed into a notebook or a script wants;
+      looked through; Julia objects that came from juliacall. Globals are not captures unless
+      ``globals=True`` says so, which is what a function typed into a notebook or a script wants;
     - from a Julia function: fields of closures and callable structs, nested, compositions, ``Fix1``
       and ``Fix2``, ``StatefulLuxLayer``, ``Ref`` and ``Core.Box``.
 
@@ -61,16 +64,17 @@ def unwrap(f, *, numbers=False, globals=False):
     Args:
       f: a callable.
       numbers: take plain Python floats and complex numbers out too.
-      globals: take out the global values that ``f``, and functions of the same module that it
-        calls, read by name.
+      globals: take out the global values that ``f`` (below ``jax.jit``, ``functools.partial`` and
+        decorators), and functions of the same module that it calls, read by name.
 
     Returns:
       The skeleton, and a dict of the captured arrays by name, nested as the captures are. An array
       captured twice is two leaves, and the cotangents of both count.
 
     Raises:
-      TypeError: ``f`` is not callable, or a capture may hold an array and cannot be taken apart
-        (its path is named).
+      TypeError: ``f`` is not callable, or a capture holds an array that cannot be replaced (its path
+        is named): one in a class or function attribute, in the fixed part of a pytree, in a cache, a
+        compiled program, a container that JAX does not know, or in a variable that is assigned to.
 
     >>> import jax, jax.numpy as jnp
     >>> from pybridge import unwrap
@@ -87,7 +91,7 @@ def unwrap(f, *, numbers=False, globals=False):
     julia = as_julia(f)
     if julia is not None:
         return julia.unwrap(numbers=numbers)
-    part = _Unwrapping(numbers, f if globals else None).take(f, "f")
+    part = _Unwrapping(numbers, _namespace(f) if globals else None).take(f, "f")
     ps = part.params if part.params is not None else {}
 
     def skeleton(*args, **kwargs):
@@ -106,28 +110,37 @@ def unwrap(f, *, numbers=False, globals=False):
 class _Part:
     """``params``: a pytree of a value's leaves, None where it has none. ``put(params, made)``: the
     value with them in place; ``made`` maps functions under construction, for those that call
-    themselves."""
+    themselves. ``rebuilt``: whether the new value is another object than the old one, as it is where
+    there are params, and where the value leads back to a function that has some."""
 
     params: object
     put: object
+    rebuilt: bool = True
 
 
 class _Unwrapping:
-    def __init__(self, numbers, reads_globals):
+    def __init__(self, numbers, namespace):
         self.numbers = numbers
-        self.globals = getattr(reads_globals, "__globals__", None)
+        self.namespace = namespace  # the globals that count as captures
         self.open = set()  # ids of values whose parts are being taken: a cycle ends here
         self.cyclic = set()  # those of them that were met again
 
     def take(self, value, path) -> _Part:
-        if isinstance(value, _STATIC) or as_julia(value) is not None:
-            return self._static(value)
-        if isinstance(value, (jax.Array, np.ndarray, np.generic)):
+        if type(value) in weakref.ProxyTypes:  # isinstance would ask the object behind it
+            raise TypeError(f"{path} is a weak proxy, which hides its object. Capture the object.")
+        julia = as_julia(value)
+        if julia is not None:
+            return self._julia(julia, value)
+        if isinstance(value, _ARRAYS):
             return self._array(value, path)
-        if isinstance(value, (float, complex)):
-            if self.numbers:
-                return _Part(jnp.asarray(value), lambda params, made: params)
+        if type(value) in (float, complex) and self.numbers:
+            return _Part(jnp.asarray(value), lambda params, made: params)
+        if isinstance(value, type):
+            self._class(value, path)
             return self._static(value)
+        if isinstance(value, (*_STATIC, float, complex)):
+            # An instance of a subclass (an enum, a unit) may carry more than its number or text.
+            return self._static(value) if not _attributes(value) else self._opaque(value, path)
         if id(value) in self.open:
             # Only a function may contain itself; it is made before its cells are filled.
             self.cyclic.add(id(value))
@@ -150,7 +163,7 @@ class _Unwrapping:
         return part
 
     def _static(self, value):
-        return _Part(None, lambda params, made: value)
+        return _Part(None, lambda params, made: value, rebuilt=False)
 
     def _array(self, value, path):
         if value.dtype == np.object_:
@@ -161,6 +174,15 @@ class _Unwrapping:
         if jax.dtypes.issubdtype(value.dtype, np.inexact):
             return _Part(jnp.asarray(value), lambda params, made: params)
         return self._static(value)
+
+    def _julia(self, function, value):
+        # The captures of Julia code in a string are text; those of a Julia object are values.
+        if isinstance(function.code, (str, int)):
+            return self._static(value)
+        skeleton, params = function.unwrap(numbers=self.numbers)
+        if not jax.tree.leaves(params):
+            return self._static(value)
+        return _Part(params, lambda params, made: lambda *args: skeleton(*args, params))
 
     def _compound(self, value, path):
         if isinstance(value, types.FunctionType):
@@ -174,6 +196,11 @@ class _Unwrapping:
                 value,
                 inline="self",
             )
+        if isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):
+            if isinstance(value.__self__, types.ModuleType | None):
+                return self._static(value)
+            rebuild = lambda new: getattr(new["self"], value.__name__)
+            return self._record({"self": value.__self__}, path, rebuild, value, inline="self")
         if isinstance(value, functools.partial):
             parts = {"function": value.func, "args": value.args, "keywords": dict(value.keywords)}
             rebuild = lambda new: type(value)(new["function"], *new["args"], **new["keywords"])
@@ -182,70 +209,90 @@ class _Unwrapping:
             # Tracing sees the same computation without the wrapper, which hides the closure.
             return self.take(value.__wrapped__, path)
         if isinstance(value, (jax.custom_jvp, jax.custom_vjp)):
-            return self._rule(value, path)
+            hidden = {name: part for name, part in vars(value).items() if callable(part)}
+            why = "its rule would not see new ones. Pass them as arguments, or use "
+            return self._hiding(value, path, hidden, why + "jax.closure_convert.")
+        if isinstance(value, functools._lru_cache_wrapper):
+            why = "its cache would not see new ones. Take the cache away."
+            return self._hiding(value, path, {"function": value.__wrapped__}, why)
+        if isinstance(value, weakref.ref):
+            why = "it would go on referring to the old ones. Capture the object itself."
+            return self._hiding(value, path, {"referent": value()}, why)
+        if isinstance(value, (jax.stages.Compiled, jax.stages.Lowered)):
+            raise TypeError(
+                f"{path} is a compiled program, whose constants cannot be replaced. Capture the "
+                "function that it was compiled from."
+            )
         if _is_pytree_node(value):
             return self._node(value, path)
+        self._class(type(value), path)
         attributes = _attributes(value)
-        if attributes:
-            part = self._record(attributes, path, lambda new: _copied(value, new), value)
-            if part.params is not None and copy.copy(value) is value:
-                raise TypeError(
-                    f"{path} is of type {type(value).__name__}, holds arrays and cannot be copied. "
-                    "Pass the arrays as arguments."
-                )
-            return part
-        return self._opaque(value, path)
+        if not attributes:
+            return self._opaque(value, path)
+        part = self._record(attributes, path, lambda new: _copied(value, new, path), value)
+        if part.params is not None and _copied(value, attributes, path) is value:
+            raise TypeError(
+                f"{path} is of type {type(value).__name__}, holds arrays and cannot be copied. "
+                "Pass the arrays as arguments."
+            )
+        self._opaque(value, path, seen=attributes.values())
+        return part
 
     def _record(self, parts, path, rebuild, value, inline=None):
         """A value made of named parts; ``inline`` names the part whose params stand for the whole
         where no other part has any."""
         taken = {name: self.take(part, f"{path}.{name}") for name, part in parts.items()}
-        params = {name: part.params for name, part in taken.items() if part.params is not None}
-        if not params:
+        return self._assembled(taken, rebuild, value, inline)
+
+    def _assembled(self, taken, rebuild, value, inline=None):
+        if not any(part.rebuilt for part in taken.values()):
             return self._static(value)
+        params = _held(taken)
         alone = inline is not None and set(params) == {inline}
 
         def put(params, made):
-            given = {inline: params} if alone else params
+            given = {inline: params} if alone else params or {}
             return rebuild({name: part.put(given.get(name), made) for name, part in taken.items()})
 
-        return _Part(params[inline] if alone else params, put)
+        return _Part(params[inline] if alone else params or None, put)
 
     def _function(self, f, path):
+        _refuse_attributes(f, path)
         cells = dict(zip(f.__code__.co_freevars, f.__closure__ or ()))
         names = f.__code__.co_varnames[: f.__code__.co_argcount]
         defaults = dict(zip(names[len(names) - len(f.__defaults__ or ()) :], f.__defaults__ or ()))
         keywords = dict(f.__kwdefaults__ or {})
-        filled = {name: cell for name, cell in cells.items() if _is_filled(cell)}
+        filled = {name: cell.cell_contents for name, cell in cells.items() if _is_filled(cell)}
         read = {}
-        if self.globals is f.__globals__:
+        if self.namespace is f.__globals__:
             read = {n: f.__globals__[n] for n in _globals_read(f.__code__) if n in f.__globals__}
         taken = {
             name: self.take(value, f"{path}.{name}")
-            for name, value in (
-                *((name, cell.cell_contents) for name, cell in filled.items()),
-                *defaults.items(),
-                *keywords.items(),
-                *read.items(),
-            )
+            for name, value in {**filled, **defaults, **keywords, **read}.items()
         }
-        params = {name: part.params for name, part in taken.items() if part.params is not None}
-        if not params:
+        if not any(part.rebuilt for part in taken.values()):
             return self._static(f)
+        for name in _assigned(f.__code__) & filled.keys():
+            if taken[name].params is not None:
+                raise TypeError(
+                    f"{path}.{name} holds arrays and is assigned to (nonlocal), so whoever shares it "
+                    "would not see new ones. Return the new value instead."
+                )
 
         def put(params, made):
+            params = params or {}
             namespace = dict(f.__globals__) if read else f.__globals__
-            new = types.FunctionType(
-                f.__code__,
-                namespace,
-                f.__name__,
-                closure=tuple(types.CellType() for _ in cells) if cells else None,
+            # A variable that stays as it is stays shared with whoever else closes over it.
+            closure = tuple(
+                types.CellType() if name in filled and taken[name].rebuilt else cell
+                for name, cell in cells.items()
             )
+            new = types.FunctionType(f.__code__, namespace, f.__name__, closure=closure or None)
             made = {**made, id(f): new}
             value = {name: part.put(params.get(name), made) for name, part in taken.items()}
             namespace.update({name: value[name] for name in read})
-            for cell, name in zip(new.__closure__ or (), cells):
-                if name in filled:
+            for cell, name in zip(closure, cells):
+                if name in filled and taken[name].rebuilt:
                     cell.cell_contents = value[name]
             new.__defaults__ = tuple(value[name] for name in defaults) or None
             new.__kwdefaults__ = {name: value[name] for name in keywords} or None
@@ -253,11 +300,13 @@ class _Unwrapping:
             new.__dict__.update(f.__dict__)
             return new
 
-        return _Part(params, put)
+        return _Part(_held(taken) or None, put)
 
     def _node(self, value, path):
         children, treedef = jax.tree.flatten(value, is_leaf=lambda child: child is not value)
         named = jax.tree_util.tree_leaves_with_path(value, is_leaf=lambda c: c is not value)
+        self._fixed(value, treedef, path)
+        self._class(type(value), path)
         keys = [_plain_name(entry[0]) for entry, _ in named]
         if len(set(keys)) < len(keys):  # {1: .., "1": ..}
             keys = [jax.tree_util.keystr(entry[:1]) for entry, _ in named]
@@ -265,46 +314,154 @@ class _Unwrapping:
             self.take(child, path + jax.tree_util.keystr(k))
             for (k, _), child in zip(named, children)
         ]
-        if all(part.params is None for part in taken):
-            return self._static(value)
-        if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-            # Sequences stay sequences where each item has leaves: what users index is what they see.
-            names = list(range(len(taken)))
-        else:
-            names = keys
-        held = {name: part.params for name, part in zip(names, taken) if part.params is not None}
-        as_sequence = names == list(range(len(taken))) and len(held) == len(taken)
-        params = type(value)(held.values()) if as_sequence else held
+        rebuild = lambda new: jax.tree.unflatten(treedef, list(new.values()))
+        part = self._assembled(dict(zip(keys, taken)), rebuild, value)
+        if type(value) not in (list, tuple) or any(part.params is None for part in taken):
+            return part
+        # Sequences stay sequences where each item has leaves: what users index is what they see.
+        return _Part(
+            type(value)(part.params for part in taken),
+            lambda params, made: part.put(dict(zip(keys, params)), made),
+        )
 
-        def put(params, made):
-            get = (lambda name: params[name]) if as_sequence else params.get
-            return jax.tree.unflatten(
-                treedef, [part.put(get(name), made) for name, part in zip(names, taken)]
-            )
+    def _fixed(self, value, treedef, path):
+        """The fixed part of a pytree node is compared and hashed by JAX, not replaced."""
+        if isinstance(value, (list, tuple, dict)):
+            return
+        _, fixed = treedef.node_data()
+        why = "it is part of the tree's structure. Make it a child (not static, not a meta field)."
+        self._hiding(value, path, {"fixed part": fixed}, why)
 
-        return _Part(params, put)
-
-    def _rule(self, value, path):
-        hidden = {name: part for name, part in vars(value).items() if callable(part)}
-        for name, part in hidden.items():
+    def _hiding(self, value, path, parts, why):
+        """A value whose parts cannot be replaced: an error where one of them holds arrays."""
+        for name, part in parts.items():
             if self.take(part, f"{path}.{name}").params is not None:
                 raise TypeError(
-                    f"{path} is a {type(value).__name__} whose {name} closes over arrays; its rule "
-                    "would not see new ones. Pass them as arguments, or use jax.closure_convert."
+                    f"{path} is a {type(value).__name__} whose {name} holds or closes over arrays; "
+                    f"{why}"
                 )
         return self._static(value)
 
-    def _opaque(self, value, path):
-        for held in _reachable(value):
-            if isinstance(held, (jax.Array, np.ndarray)) and jax.dtypes.issubdtype(
-                held.dtype, np.inexact
-            ):
-                raise TypeError(
-                    f"{path} is of type {type(value).__name__}, which holds an array of shape "
-                    f"{held.shape} and cannot be taken apart. Capture the array itself, a list or a "
-                    "dict of arrays, a dataclass, or a registered pytree."
-                )
+    def _class(self, kind, path):
+        """An error where a class holds arrays: as an attribute, or, if it was made inside a function,
+        in what its methods close over. Other classes close over nothing but globals."""
+        if id(kind) in self.open:
+            return
+        self.open.add(id(kind))
+        for owner in kind.__mro__:
+            if owner.__module__.partition(".")[0] in _LIBRARIES:
+                continue
+            for name, attribute in list(vars(owner).items()):
+                held = None
+                if isinstance(attribute, (*_ARRAYS, dict, list, tuple, set, frozenset)):
+                    held = _array_within([attribute])
+                elif "<locals>" in owner.__qualname__:
+                    method = _underlying(attribute)
+                    if isinstance(method, types.FunctionType):
+                        held = self.take(method, f"{path}.{name}").params
+                if held is not None:
+                    raise TypeError(
+                        f"{path}: attribute {name} of the class {owner.__qualname__} holds or closes "
+                        "over arrays, which all its instances share. Keep them on the instance, or "
+                        "pass them as arguments."
+                    )
+        self.open.discard(id(kind))
+
+    def _opaque(self, value, path, seen=()):
+        held = _array_within(value, seen)
+        if held is not None:
+            raise TypeError(
+                f"{path} is of type {type(value).__name__}, which holds an array of shape "
+                f"{held.shape} and cannot be taken apart. Capture the array itself, a list or a "
+                "dict of arrays, a dataclass, or a registered pytree."
+            )
         return self._static(value)
+
+
+# ---- what cannot be replaced, and so must hold no array --------------------------------------------
+
+
+def _refuse_attributes(f, path):
+    for name, attribute in f.__dict__.items():
+        if name != "__wrapped__" and _array_within([attribute]) is not None:
+            raise TypeError(
+                f"{path}: the function {f.__name__} has an attribute {name} that holds an array. Pass "
+                "the array as an argument, or close over it."
+            )
+
+
+# Whose classes hold constants and caches of their own, no user's values.
+_LIBRARIES = (
+    "abc",
+    "builtins",
+    "dataclasses",
+    "enum",
+    "equinox",
+    "jax",
+    "jaxlib",
+    "numpy",
+    "typing",
+)
+_MOST_SEARCHED = 100_000
+# What leads out of a value into the rest of the program.
+_ELSEWHERE = (types.ModuleType, types.CodeType, types.FrameType, type)
+
+
+def _array_within(value, seen=()):
+    """A float or complex array that ``value`` leads to at any depth, or None; ``seen`` are parts
+    looked at already."""
+    visited = {id(part) for part in seen} | {id(value)}
+    queue = collections.deque([value])
+    while queue and len(visited) < _MOST_SEARCHED:
+        for held in _referents(queue.popleft()):
+            if id(held) in visited or isinstance(held, (*_ELSEWHERE, str, bytes, int)):
+                continue
+            visited.add(id(held))
+            if isinstance(held, _ARRAYS):
+                if _is_inexact(held):
+                    return held
+                continue
+            queue.append(held)
+    return None
+
+
+def _referents(value):
+    if isinstance(value, types.FunctionType):
+        return [value.__closure__, value.__defaults__, value.__kwdefaults__]
+    return gc.get_referents(value)
+
+
+def _is_inexact(array):
+    return jax.dtypes.issubdtype(array.dtype, np.inexact)
+
+
+# ---- the parts of functions and objects -------------------------------------------------------------
+
+
+def _held(taken):
+    return {name: part.params for name, part in taken.items() if part.params is not None}
+
+
+def _namespace(f):
+    """The globals of the function that the user wrote, below wrappers and decorators."""
+    inner = f
+    while not isinstance(inner, types.FunctionType) or hasattr(inner, "__wrapped__"):
+        below = _underlying(inner)
+        if below is inner:
+            raise TypeError(
+                f"globals=True looks into functions; f is of type {type(f).__name__}, whose methods "
+                "read globals that cannot be replaced. Pass a function, or leave globals out."
+            )
+        inner = below
+    return inner.__globals__
+
+
+def _underlying(f):
+    for name in ("__wrapped__", "__func__", "func", "fget"):
+        below = getattr(f, name, None)
+        if callable(below):
+            return below
+    return f
 
 
 def _is_jitted(value):
@@ -331,6 +488,19 @@ def _globals_read(code):
     return dict.fromkeys(names)
 
 
+def _assigned(code):
+    """The free variables that the code, or a function defined in it, assigns to."""
+    stores = {
+        i.argval
+        for i in dis.get_instructions(code)
+        if i.opname in ("STORE_DEREF", "DELETE_DEREF") and i.argval in code.co_freevars
+    }
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            stores |= _assigned(inner) & set(code.co_freevars)
+    return stores
+
+
 def _plain_name(entry):
     """A path entry as a dict key that sorts: ``x`` for ``.x``, ``['x']`` and ``[0]`` alike."""
     for attribute in ("name", "key", "idx"):
@@ -340,30 +510,33 @@ def _plain_name(entry):
 
 
 def _attributes(value):
-    slots = [
-        name
-        for kind in type(value).__mro__
-        for name in _as_names(kind.__dict__.get("__slots__", ()))
-        if name not in ("__dict__", "__weakref__") and hasattr(value, name)
-    ]
-    return {
-        **{name: getattr(value, name) for name in slots},
-        **dict(getattr(value, "__dict__", None) or {}),
-    }
+    held = {}
+    for kind in type(value).__mro__:
+        for name in _as_names(kind.__dict__.get("__slots__", ())):
+            if name.startswith("__") and not name.endswith("__"):
+                name = f"_{kind.__name__.lstrip('_')}{name}"  # a private name, as Python mangles it
+            slot = kind.__dict__.get(name)
+            if isinstance(slot, types.MemberDescriptorType):
+                with contextlib.suppress(AttributeError):  # not set
+                    held[name] = slot.__get__(value)
+    try:
+        return {**held, **object.__getattribute__(value, "__dict__")}
+    except AttributeError:
+        return held
 
 
 def _as_names(slots):
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
-def _copied(value, attributes):
-    new = copy.copy(value)
-    for name, attribute in attributes.items():
-        object.__setattr__(new, name, attribute)
+def _copied(value, attributes, path):
+    try:
+        new = copy.copy(value)
+        for name, attribute in attributes.items():
+            object.__setattr__(new, name, attribute)
+    except Exception as error:
+        raise TypeError(
+            f"{path} is of type {type(value).__name__}, holds arrays and cannot be copied "
+            f"({type(error).__name__}: {error}). Pass the arrays as arguments."
+        ) from error
     return new
-
-
-def _reachable(value):
-    first = [held for held in gc.get_referents(value) if not isinstance(held, _STATIC)]
-    second = [inner for held in first for inner in gc.get_referents(held)]
-    return [*first, *second]

@@ -3,6 +3,9 @@
 import collections
 import dataclasses
 import functools
+import threading
+import types
+import weakref
 
 import equinox as eqx
 import jax
@@ -145,6 +148,23 @@ def test_globals_only_when_asked_for():
     np.testing.assert_allclose(W, [1, 2, 3])
 
 
+@pytest.mark.parametrize(
+    "wrapped",
+    [jax.jit, jax.checkpoint, functools.partial, lambda f: jax.jit(jax.checkpoint(f))],
+)
+def test_globals_below_wrappers(wrapped):
+    skeleton, ps = unwrap(wrapped(lambda x: jnp.sum(W * x)), globals=True)
+    (leaf,) = jax.tree.leaves(ps)
+    np.testing.assert_array_equal(leaf, W)
+    (gradient,) = jax.tree.leaves(jax.grad(skeleton, -1)(x, ps))
+    np.testing.assert_allclose(gradient, x)
+
+
+def test_globals_of_an_object_are_an_error():
+    with pytest.raises(TypeError, match="globals=True looks into functions; f is of type Model"):
+        unwrap(Model(W, 2, jnp.tanh), globals=True)
+
+
 def test_tracers_are_captures_and_nested_grad_of_a_closure_differentiates_them():
     def penalty(w):
         skeleton, ps = unwrap(lambda x: jnp.sum(w * x**2))
@@ -163,19 +183,159 @@ def test_the_original_is_left_as_it_was():
     np.testing.assert_array_equal(model.w, W)
 
 
+def _cached(w):
+    return functools.lru_cache(lambda x: w * x)
+
+
+def _with_class_attribute():
+    class Layer:
+        w = W
+
+    return Layer()
+
+
+def _with_closing_method(w=W):
+    class Layer:
+        def __call__(self, x):
+            return w * x
+
+    return Layer()
+
+
+def _with_function_attribute():
+    def g(x):
+        return g.w * x
+
+    g.w = W
+    return g
+
+
+class _Deep(dict):
+    pass
+
+
+class _Length(int):
+    pass
+
+
+def _with_attribute(value):
+    value.w = W
+    return value
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class _Fixed:
+    w: object
+    activation: object = dataclasses.field(metadata={"static": True}, default=None)
+
+
 @pytest.mark.parametrize(
     ("capture", "message"),
     [
         (lambda: collections.deque([W]), r"f\.held is of type deque.*shape \(3,\)"),
+        (lambda: collections.deque([{"a": [W]}]), r"f\.held is of type deque"),
+        (lambda: types.MappingProxyType({"a": {"b": [W]}}), r"f\.held is of type mappingproxy"),
+        (lambda: frozenset([np.float32(2)]), r"f\.held is of type frozenset"),
         (lambda: {"a": {W.tobytes(): iter([W])}}, r"f\.held\['a'\].*list_iterator"),
         (lambda: np.array([W, None], dtype=object), r"f\.held.*dtype object"),
         (lambda: jax.custom_vjp(linear(W)), r"f\.held is a custom_vjp whose"),
+        (lambda: _cached(W), r"f\.held is a _lru_cache_wrapper whose"),
+        (lambda: weakref.ref(linear(W)), None),  # dead: nothing is held
+        (lambda: weakref.ref(_kept), r"f\.held is a ReferenceType whose"),
+        (lambda: weakref.proxy(_kept), r"f\.held is a weak proxy"),
+        (lambda: jax.jit(linear(W)).lower(x).compile(), r"f\.held is a compiled program"),
+        (_with_class_attribute, r"f\.held: attribute w of the class .*Layer"),
+        (lambda: type(_with_class_attribute()), r"f\.held: attribute w of the class .*Layer"),
+        (_with_closing_method, r"f\.held: attribute __call__ of the class .*Layer"),
+        (_with_function_attribute, r"f\.held: the function g has an attribute w"),
+        (lambda: _Deep(a={"b": [W]}), r"f\.held is of type _Deep"),
+        (lambda: _with_attribute(_Length(3)), r"f\.held is of type _Length"),
+        (lambda: _Fixed(W, linear(W)), r"f\.held is a _Fixed whose fixed part"),
+        (
+            lambda: _with_attribute(threading.local()),
+            r"f\.held is of type _?local.*cannot be taken",
+        ),
     ],
 )
 def test_a_capture_that_cannot_be_taken_apart_is_an_error(capture, message):
     f = (lambda held: lambda x: held)(capture())
+    if message is None:
+        assert unwrap(f)[1] == {}
+        return
     with pytest.raises(TypeError, match=message):
         unwrap(f)
+
+
+_kept = linear(W)
+
+
+def test_bound_methods_of_containers_and_arrays():
+    f = (lambda get, dot: lambda x: get("a") @ x + dot(x))({"a": W}.get, (2 * W).dot)
+    skeleton, ps = check(f, {"get": {"a": W}, "dot": 2 * W})
+    np.testing.assert_allclose(jax.grad(skeleton, -1)(x, ps)["get"]["a"], x)
+
+
+def test_private_slots():
+    class Slotted:
+        __slots__ = ("__w", "unset")
+
+        def __init__(self):
+            self.__w = W
+
+        def __call__(self, x):
+            return jnp.sum(self.__w * x)
+
+    check(Slotted(), {"_Slotted__w": W})
+
+
+def test_an_object_that_delegates_what_it_lacks():
+    class Wrapper:
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+        def __call__(self, x):
+            return self.inner(x)
+
+    with pytest.raises(TypeError, match=r"f is of type Wrapper.*cannot be copied.*RecursionError"):
+        unwrap(Wrapper(linear(W)))
+
+
+def test_an_assigned_capture_is_an_error_and_a_counter_goes_on_counting():
+    def stateful(w):
+        def f(x):
+            nonlocal w
+            w = w + 1
+            return w * x
+
+        return f
+
+    with pytest.raises(TypeError, match=r"f\.w holds arrays and is assigned to"):
+        unwrap(stateful(W))
+
+    calls = 0
+
+    def counting(x, w=W):
+        nonlocal calls
+        calls += 1
+        return jnp.sum(w * x)
+
+    skeleton, ps = unwrap(counting)
+    skeleton(x, ps)
+    assert calls == 1
+
+
+def test_functions_that_call_each_other_through_a_container():
+    def build(w):
+        table = []
+        table.append(lambda x, n: x if n == 0 else w * table[0](x, n - 1))
+        return table[0]
+
+    skeleton, ps = unwrap(build(jnp.array(2.0)))
+    np.testing.assert_allclose(jax.grad(skeleton, -1)(1.0, 3, ps)["w"], 12.0)
 
 
 def test_what_contains_itself_is_an_error():
