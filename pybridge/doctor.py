@@ -12,14 +12,17 @@ from pathlib import Path
 
 from pybridge.julia import find
 from pybridge.julia.errors import JuliaNotFoundError
+from pybridge.setup import julia_package
 
 
 @dataclasses.dataclass
 class Report:
-    """``facts``: (what, value) pairs. ``problems``: (what is wrong, remedy) pairs."""
+    """``facts``: (what, value) pairs. ``problems``: (what is wrong, remedy) pairs. ``julia``: whether
+    a fit Julia was found."""
 
     facts: list = dataclasses.field(default_factory=list)
     problems: list = dataclasses.field(default_factory=list)
+    julia: bool = False
 
     def fact(self, what, value):
         self.facts.append((what, str(value)))
@@ -53,6 +56,11 @@ def doctor(engine="jax", console=None) -> int:
         console.print(f"PROBLEM {what}: {remedy}", markup=False, highlight=False, soft_wrap=True)
     if not report.problems:
         console.print(f"all is well for the {engine} engine", markup=False, highlight=False)
+    if engine == "jax":
+        hint = "`pybridge doctor --engine julia` tries the Julia engine, which is found but was not started"
+        if not report.julia:
+            hint = "the Julia engine is not set up: `pybridge setup`; all but Julia functions works without"
+        console.print(hint, markup=False, highlight=False, soft_wrap=True)
     return 1 if report.problems else 0
 
 
@@ -69,6 +77,7 @@ def examine(engine="jax") -> Report:
                 report.problem(f"{name} is not installed", f"pip install {name}")
     _round_trip(report, "jax engine", _try_jax)
     found = _look_for_julia(report, engine)
+    report.julia = found is not None
     _threads_and_signals(report, engine)
     if engine == "julia" and found:
         _round_trip(report, "julia engine", _try_julia)
@@ -90,14 +99,31 @@ def _look_for_julia(report, engine):
     report.fact("Julia", f"{found.version} at {found.exe}, by {found.rule}")
     report.fact("Julia project", found.project)
     versions = package_versions(found.project)
-    for name in ("NestedGradients", "PythonCall", "Zygote", "ForwardDiff", "Lux"):
+    for name in ("PythonCall", "Zygote", "ForwardDiff", "Lux", "NestedGradients"):
         report.fact(f"  {name}", versions.get(name, "not installed"))
         if name in find.NEEDED and name not in versions and engine == "julia":
             report.problem(
                 f"{found.project} lacks {name}",
                 f"pybridge setup --julia {found.exe} --project {found.project} says how to add it",
             )
+    _same_package(report, engine, versions.get("NestedGradients"))
     return found
+
+
+def _same_package(report, engine, there):
+    """The two halves of pybridge belong together: the project's Julia package is ours."""
+    folder = julia_package()
+    ours = tomllib.loads((folder / "Project.toml").read_text())["version"]
+    if there is None:
+        return
+    version, _, path = there.partition(" from ")
+    if version != ours and engine == "julia":
+        report.problem(
+            f"the project has NestedGradients {version}; this pybridge belongs to {ours}",
+            f"in that project: using Pkg; Pkg.develop(path={str(folder)!r})".replace("'", '"'),
+        )
+    elif path and Path(path).resolve() != folder.resolve():
+        report.fact("", f"a copy of its own; this pybridge's is at {folder}")
 
 
 def package_versions(project) -> dict[str, str]:
@@ -108,7 +134,11 @@ def package_versions(project) -> dict[str, str]:
             manifest = tomllib.loads(path.read_text())
             return {
                 package: entry[0].get("version", "no version")
-                + (f" from {entry[0]['path']}" if "path" in entry[0] else "")
+                + (
+                    f" from {(path.parent / entry[0]['path']).resolve()}"
+                    if "path" in entry[0]
+                    else ""
+                )
                 for package, entry in manifest.get("deps", manifest).items()
                 if isinstance(entry, list)
             }

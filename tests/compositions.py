@@ -9,10 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-JULIA = """
-(x, ps) -> begin
-    y = tanh.(ps.W * x .+ ps.b)
-    sum(y .^ 2) * ps.a + sum(sin.(x)) * prod(x)^2
+JULIA = "(x, ps) -> ps.a * sum(abs2, tanh.(ps.W * x .+ ps.b)) + sum(sin, x) * prod(x)^2"
+# The same of a batch, its samples last.
+BATCH = """
+(X, ps) -> begin
+    values = ps.a .* sum(abs2, tanh.(ps.W * X .+ ps.b); dims=1)
+    products = X[1:1, :] .* X[2:2, :] .* X[3:3, :]
+    vec(values .+ sum(sin.(X); dims=1) .* products .^ 2)
 end
 """
 
@@ -105,6 +108,14 @@ def _third(g, f):
     return jax.grad(inner, (0, 1))
 
 
+def _debugged(g, f):
+    def apply(x, ps):
+        with jax.debug_nans(True):
+            return jax.jit(jax.grad(scalar(g), (0, 1)))(x, ps)
+
+    return apply
+
+
 ALL = {
     "value": lambda g, f: (f, x, ps),
     "gradient": lambda g, f: (g, x, ps),
@@ -187,5 +198,24 @@ ALL = {
         X,
         ps,
     ),
+    "debug_nans": lambda g, f: (_debugged(g, f), x, ps),
     "custom_jvp with zeros": lambda g, f: (_instantiated_zeros(g, f), ps),
 }
+
+
+def check(name, gradient, value):
+    """The composition of an engine's gradient and value is that of plain JAX derivatives."""
+    apply, *args = ALL[name](gradient, value)
+    plain, *_ = ALL[name](jax.grad(f), f)
+    args = jax.tree.map(jnp.asarray, args)
+    assert_same(apply(*args), plain(*args))
+
+
+def assert_same(got, want, rtol=1e-9):
+    """The same tree of the same shapes and dtypes, and values that are close by each leaf's size."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
+        assert np.shape(a) == np.shape(b)
+        assert jnp.result_type(a) == jnp.result_type(b)
+        scale = np.max(np.abs(b), initial=1e-3)
+        np.testing.assert_allclose(a, b, rtol=0, atol=rtol * scale)

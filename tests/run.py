@@ -1,15 +1,20 @@
 """All checks of the repository: lint of both languages, the Python tests, the Julia tests.
 
 ``make test`` runs this. What needs Julia runs where a fit Julia is found; one line at the end says
-what ran live and what from recorded values. ``--only lint|python|julia`` runs one part.
+what ran live and what from recorded values. ``--only lint|python|julia`` runs one part. The Julia package
+that is tested is this checkout's, whichever one the Julia project at hand has.
 """
 
 import argparse
+import atexit
+import dataclasses
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BIN = pathlib.Path(sysconfig.get_path("scripts"))
@@ -45,9 +50,46 @@ def find():
     from pybridge.julia.errors import JuliaNotFoundError
 
     try:
-        return find.find(), ""
+        return with_this_package(find.find()), ""
     except JuliaNotFoundError as error:
         return None, str(error).splitlines()[0]
+
+
+def with_this_package(found):
+    """The same Julia, in a copy of its project where NestedGradients is this checkout's."""
+    here = ROOT / "julia"
+    project = pathlib.Path(found.project)
+    (manifest,) = [
+        p for p in (project / "JuliaManifest.toml", project / "Manifest.toml") if p.is_file()
+    ][:1]
+    copy = pathlib.Path(tempfile.mkdtemp(prefix="pybridge-julia-"))
+    atexit.register(shutil.rmtree, copy, ignore_errors=True)
+    package, lines = None, []
+    for line in manifest.read_text().splitlines():
+        if line.startswith("[[deps."):
+            package = line.removeprefix("[[deps.").removesuffix("]]")
+        key, _, value = line.partition(" = ")
+        if package == "NestedGradients" and key == "uuid":
+            lines.append(f'path = "{here}"')
+        elif package == "NestedGradients" and key in (
+            "path",
+            "git-tree-sha1",
+            "repo-url",
+            "repo-rev",
+        ):
+            if key == "path" and (project / value.strip('"')).resolve() == here:
+                return found
+            continue
+        elif key == "path":
+            line = f'path = "{(project / value.strip(chr(34))).resolve()}"'
+        lines.append(line)
+    (copy / "Manifest.toml").write_text("\n".join(lines) + "\n")
+    for name in ("Project.toml", "JuliaProject.toml"):
+        if (project / name).is_file():
+            shutil.copy(project / name, copy / "Project.toml")
+    os.environ["PYTHON_JULIACALL_EXE"] = found.exe
+    os.environ["PYTHON_JULIACALL_PROJECT"] = str(copy)
+    return dataclasses.replace(found, project=str(copy))
 
 
 def step(command):

@@ -152,12 +152,26 @@ def test_doctor_without_a_julia(nowhere):
     code, text = run(doctor.doctor)
     assert code == 0
     assert "all is well for the jax engine" in text
+    assert "the Julia engine is not set up: `pybridge setup`" in text
     code, text = run(doctor.doctor, engine="julia")
     assert code == 1
     assert "PROBLEM no Julia" in text
     assert "pybridge setup" in text
     with pytest.raises(ValueError, match="'torch'; accepted are 'jax' and 'julia'"):
         doctor.doctor("torch")
+
+
+def test_doctor_names_a_julia_package_of_another_version(nowhere, monkeypatch):
+    monkeypatch.setenv("PATH", "/bin:/usr/bin")
+    setup.record(fake_julia(nowhere / "mine"), project(nowhere / "project", *NEEDED))
+    code, text = run(doctor.doctor)
+    assert code == 0
+    assert "`pybridge doctor --engine julia` tries the Julia engine" in text
+    report = doctor.Report()
+    doctor._look_for_julia(report, "julia")
+    ((what, remedy),) = report.problems
+    assert "NestedGradients 0.1.2; this pybridge belongs to 0.1.0" in what
+    assert "Pkg.develop(path=" in remedy
 
 
 def test_doctor_with_a_julia(julia):
