@@ -311,6 +311,8 @@ def test_lent_arguments(border):
     np.testing.assert_array_equal(jax.vmap(f)(x), 2 * x + jnp.sum(x, 1, keepdims=True))
     two = julia_function("x -> (y = x .+ 1; z = y .* 2; y .+ z)", borrow=True)
     np.testing.assert_array_equal(jax.jit(two)(x), 3 * (np.arange(6).reshape(2, 3) + 1))
+    scaled = julia_function("(a, x) -> a .* x", borrow=True)
+    np.testing.assert_array_equal(jax.jit(scaled)(3.0, x), 3 * x)
 
 
 def test_a_lent_argument_cannot_be_written_to_or_kept(border):
@@ -325,3 +327,38 @@ def test_a_lent_argument_cannot_be_written_to_or_kept(border):
     np.testing.assert_array_equal(kept(jnp.ones(3)), 3)
     with pytest.raises(JuliaError, match="the call is over"):
         kept(jnp.ones(3))
+
+
+# Rank 2, 264 KB: large enough to be lent unasked.
+LARGE = (220, 300)
+UNNOTICED = [
+    ("x -> 2 .* x .+ 1", lambda x: 2 * x + 1),
+    ("(x::AbstractMatrix) -> tanh.(x) .* x .^ 2", lambda x: np.tanh(x) * x**2),
+    ("x -> (y = x ./ sum(x); y .+ maximum(abs, x))", lambda x: x / x.sum() + abs(x).max()),
+    ("x -> map(sin, x)", np.sin),
+    ("x -> sum(abs2, x)", lambda x: (x**2).sum()),
+    ("x -> x", lambda x: x),
+    ("x -> x .+ ones(Float32, 220)", lambda x: x + 1),
+]
+NOTICED = [
+    ("(x::Matrix) -> 2 .* x", lambda x: 2 * x),
+    ("x -> (x .+= 1; x[1] = 2; 2 .* x)", lambda x: np.where(np.arange(66000).reshape(LARGE), 2 * x + 2, 4)),
+    ("x -> x * ones(Float32, 300)", lambda x: x.sum(1)),
+    ("x -> x[2, :]", lambda x: x[1]),
+    ("const kept = Any[]; x -> (push!(kept, x); kept[end] .+ 0)", lambda x: x),
+    ("const kept = Any[]; x -> map(v -> (push!(kept, v); v), x)", lambda x: x),
+    ("x -> begin s = 0.0f0; for v in x; s += v; end; s end", lambda x: x.sum()),
+    ("x -> collect(x')", lambda x: x.T),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("code", "right"), UNNOTICED + NOTICED)
+def test_a_large_argument_is_lent_where_that_goes_unnoticed(julia, code, right):
+    f = julia_function(code)
+    x = np.random.default_rng(0).normal(size=LARGE).astype("f")
+    for _ in range(2):
+        np.testing.assert_allclose(jax.jit(f)(x), right(x), rtol=2e-4, atol=2e-3)
+    lent = julia.ask(
+        f'any(p -> p !== nothing && p.name == "{f.__name__}" && islent(typeof(p.z)), PLANS.plans)'
+    )
+    assert lent == str((code, right) in UNNOTICED).lower()

@@ -8,6 +8,7 @@ Python is not in the path. It comes with PythonCall, since that is what Python s
 | `functions.jl` | the user's functions, by number |
 | `plans.jl` | one resolved call: function, shapes, flags, which slot is open |
 | `run.jl` | a plan on pointers: load, evaluate the form, store |
+| `lending.jl` | whether a function may be lent its arguments unasked |
 | `borrowed.jl` | XLA's memory lent to a function for one call |
 | `values.jl` | parameters and captures on their way to Python |
 | `reports.jl` | what a user reads of a Julia exception |
@@ -23,6 +24,7 @@ using PythonCall: PythonCall
 include("border/frame.jl")
 include("border/reports.jl")
 include("border/functions.jl")
+include("border/lending.jl")
 include("border/plans.jl")
 include("border/run.jl")
 include("border/borrowed.jl")

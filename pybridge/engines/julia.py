@@ -25,7 +25,7 @@ def julia_function(
     samples=(0,),
     axes="index",
     threads=False,
-    borrow=False,
+    borrow=None,
 ):
     """A Julia function as a JAX function of pytrees.
 
@@ -52,9 +52,12 @@ def julia_function(
       threads: whether Julia may evaluate several samples of a vmap at once, on its own threads.
         The result does not depend on their number.
       borrow: whether the plain value is computed on XLA's own memory, lent for the call: no copy
-        of an argument, and a broadcast of the result's shape is made in XLA's result. For
-        elementwise code on large arrays: a lent array is read-only, no BLAS call takes it, and
-        one that is kept is void after the call. Derivatives get copies as ever.
+        of an argument, and a broadcast of the result's shape is made in XLA's result. A lent
+        array is an ``AbstractArray`` that is read-only and no ``Array``, so that no BLAS call takes
+        it; one that is kept is void after the call. ``None``: arrays of 256 KiB and more are lent
+        to functions that Julia's compiler proves to have no side effect and to use them in
+        broadcasts, ``map`` and whole reductions only. ``True``: all are lent. ``False``: none is.
+        Derivatives and samples of a ``vmap`` get copies as ever.
 
     Returns:
       A ``JuliaFunction``.
@@ -95,7 +98,7 @@ class JuliaFunction:
         samples=(0,),
         axes="index",
         threads=False,
-        borrow=False,
+        borrow=None,
         before=(),
         like=None,
     ):
@@ -176,7 +179,7 @@ class JuliaFunction:
             f"packages=String[{packages}]",
             f"before=[{before}]",
             f"threads={str(bool(self.threads)).lower()}",
-            f"borrow={str(bool(self.borrow)).lower()}",
+            f"borrow={_maybe(self.borrow)}",
         ]
         if self.batch is not None:
             carries = [n in self.samples for n in range(max(self.samples) + 1)]
@@ -272,6 +275,10 @@ class JuliaEngine:
 
 
 engine = JuliaEngine()
+
+
+def _maybe(flag):
+    return "nothing" if flag is None else str(bool(flag)).lower()
 
 
 def _given(spec):

@@ -26,13 +26,8 @@ struct Lent{T, N}
     dims::NTuple{N, Int}
 end
 
-load(leaf::Lent{T, N}, p, loan::Loan) where {T, N} = Borrowed(
-    Ptr{T}(p),
-    leaf.dims,
-    loan,
-    false,
-)
-load(leaf::Leaf, p, ::Loan) = load(leaf, p, ())
+lend(leaf::Lent{T, N}, p, loan) where {T, N} = Borrowed(Ptr{T}(p), leaf.dims, loan, false)
+lend(leaf::Leaf, p, loan) = load(leaf, p, ())
 
 function store!(leaf::Leaf, p, ::Loan, value)
     value isa Borrowed && value.pointer == p && return nothing
@@ -55,8 +50,11 @@ Base.size(x::Borrowed) = x.dims
 Base.IndexStyle(::Type{<:Borrowed}) = IndexLinear()
 Base.copy(x::Borrowed) = copy(array(x))
 Base.copyto!(to::Array, x::Borrowed) = copyto!(to, array(x))
-Base.sum(x::Borrowed) = sum(array(x))
-Base.sum(f, x::Borrowed) = sum(f, array(x))
+Base.map(f, x::Borrowed) = broadcast(f, x)
+for reduce in (:sum, :prod, :maximum, :minimum)
+    @eval Base.$reduce(x::Borrowed) = $reduce(array(x))
+    @eval Base.$reduce(f, x::Borrowed) = $reduce(f, array(x))
+end
 
 Base.@propagate_inbounds function Base.getindex(x::Borrowed, i::Int)
     @boundscheck checkbounds(x, i)
@@ -141,7 +139,7 @@ end
 
 @generated lent_leaves(leaves::T, buffers, first, loan) where {T <: Tuple} = each_given(
     T,
-    (i, n) -> :(load(leaves[$i], data(buffers, first + $(n - 1)), loan)),
+    (i, n) -> :(lend(leaves[$i], data(buffers, first + $(n - 1)), loan)),
 )
 
 pointer_for(::Leaf{T}, p) where {T} = Ptr{T}(p)

@@ -6,7 +6,8 @@ struct UserFunction
     batch::Any            # h on samples stacked in the last dimension, or nothing
     samples::Vector{Bool} # which arguments carry samples, for `batch`
     threads::Bool         # may several samples be evaluated at once?
-    borrow::Bool          # are arguments lent rather than copied?
+    # Are arguments lent rather than copied? nothing: the large ones, if that goes unnoticed.
+    borrow::Union{Bool, Nothing}
 end
 
 const FUNCTIONS = Dict{Int, UserFunction}()
@@ -30,7 +31,7 @@ remove_function(id) = (lock(() -> delete!(FUNCTIONS, id), FUNCTIONS_LOCK); nothi
 
 """
     register(; name, code, packages=String[], before=[], batch=nothing, samples=Bool[],
-             threads=false, borrow=false) -> Int
+             threads=false, borrow=nothing) -> Int
 
 Evaluate `code`, whose last expression is the function, in a fresh module that uses `packages`.
 `before` holds what else is evaluated there, first: `(source name, code, name of the constant that is
@@ -44,7 +45,7 @@ function register(;
     batch = nothing,
     samples = Bool[],
     threads = false,
-    borrow = false,
+    borrow = nothing,
 )
     space = Module(:PyBridgeUser)
     push!(SPACES, space)
@@ -79,7 +80,7 @@ register(f; name = string(f)) = add_function(UserFunction(
     nothing,
     Bool[],
     false,
-    false,
+    nothing,
 ))
 
 function use(space::Module, package)

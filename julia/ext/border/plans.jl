@@ -70,7 +70,11 @@ function plan(; id, args, result, open, sizes, owners, z, slots, out)
     batch = batchable(f, open, sizes, owners, z, slots, out)
     stacked(i) = batch && is_sample(f, owners[i])
     # Only a plain value is lent its arguments; derivatives work on arrays of their own anyway.
-    lend = f.borrow && isempty(sizes) && open == 0 && length(slots) == 1 && length(out) == 1
+    lend = isempty(sizes) &&
+        open == 0 &&
+        length(slots) == 1 &&
+        length(out) == 1 &&
+        (f.borrow === nothing ? lendable(f.call, args, z) : f.borrow)
     make(spec, stack) = if spec === nothing
         nothing
     elseif stack
@@ -87,7 +91,8 @@ function plan(; id, args, result, open, sizes, owners, z, slots, out)
     lent = !lend ?
         leaves(z, false) :
         map(
-            ((T, dims, _),) -> isempty(dims) ?
+            ((T, dims, flags),) -> isempty(dims) ||
+                f.borrow === nothing && !islarge((T, dims, flags)) ?
                 Leaf{T}(dims, (), ()) :
                 Lent{T, length(dims)}(dims),
             z,

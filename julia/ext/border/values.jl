@@ -87,7 +87,7 @@ function unwrapped(id, numbers)
         nothing,
         Bool[],
         f.threads,
-        false,
+        f.borrow,
     ))
     return "($new, $(hold(params)))"
 end
