@@ -16,16 +16,18 @@ import dataclasses
 import dis
 import functools
 import gc
+import logging
 import types
 import weakref
 
 import jax
+import jax.extend as jex
 import jax.numpy as jnp
 import numpy as np
 
 from pybridge.engines import as_julia
 
-# Captures that are code or text, never values to differentiate.
+# Captures that are code, text or for text, never values to differentiate.
 _STATIC = (
     str,
     bytes,
@@ -37,6 +39,8 @@ _STATIC = (
     slice,
     types.ModuleType,
     types.CodeType,
+    jex.core.Jaxpr,
+    logging.Logger,
     np.ufunc,
     np.dtype,
 )
@@ -167,8 +171,10 @@ class _Unwrapping:
 
     def _array(self, value, path):
         if value.dtype == np.object_:
+            if _array_within(value.ravel().tolist()) is None:  # names, devices
+                return self._static(value)
             raise TypeError(
-                f"{path} is a NumPy array of dtype object, which may hold arrays that cannot be "
+                f"{path} is a NumPy array of dtype object, which holds arrays that cannot be "
                 "differentiated. Pass a list of arrays instead."
             )
         if jax.dtypes.issubdtype(value.dtype, np.inexact):
@@ -205,6 +211,9 @@ class _Unwrapping:
             parts = {"function": value.func, "args": value.args, "keywords": dict(value.keywords)}
             rebuild = lambda new: type(value)(new["function"], *new["args"], **new["keywords"])
             return self._record(parts, path, rebuild, value)
+        if isinstance(value, jex.core.ClosedJaxpr):
+            rebuild = lambda new: jex.core.ClosedJaxpr(value.jaxpr, new["consts"])
+            return self._record({"consts": list(value.consts)}, path, rebuild, value, "consts")
         if _is_jitted(value):
             # Tracing sees the same computation without the wrapper, which hides the closure.
             return self.take(value.__wrapped__, path)
@@ -316,7 +325,7 @@ class _Unwrapping:
         ]
         rebuild = lambda new: jax.tree.unflatten(treedef, list(new.values()))
         part = self._assembled(dict(zip(keys, taken)), rebuild, value)
-        if type(value) not in (list, tuple) or any(part.params is None for part in taken):
+        if type(value) not in (list, tuple) or any(p.params is None for p in (part, *taken)):
             return part
         # Sequences stay sequences where each item has leaves: what users index is what they see.
         return _Part(

@@ -2,7 +2,10 @@
 
 import collections
 import dataclasses
+import enum
 import functools
+import logging
+import pathlib
 import threading
 import types
 import weakref
@@ -274,6 +277,29 @@ def test_bound_methods_of_containers_and_arrays():
     f = (lambda get, dot: lambda x: get("a") @ x + dot(x))({"a": W}.get, (2 * W).dot)
     skeleton, ps = check(f, {"get": {"a": W}, "dot": 2 * W})
     np.testing.assert_allclose(jax.grad(skeleton, -1)(x, ps)["get"]["a"], x)
+
+
+def test_closure_convert_and_jaxprs():
+    convert = lambda w: jax.closure_convert(lambda x: jnp.sum(w * x), x)
+    f = (lambda pair: lambda x: pair[0](x, *pair[1]))(convert(jnp.asarray(W)))
+    skeleton, ps = unwrap(f)
+    (gradient,) = jax.tree.leaves(jax.grad(skeleton, -1)(x, ps))
+    np.testing.assert_allclose(gradient, x)
+
+
+def test_what_holds_no_values_stays():
+    held = (
+        jax.make_mesh((1,), ("a",)),
+        logging.getLogger("jax"),
+        pathlib.Path("."),
+        [],
+        Kind.FIRST,
+    )
+    check((lambda held, w: lambda x: jnp.sum(w * x) * (held is not None))(held, W), {"w": W})
+
+
+class Kind(enum.IntEnum):
+    FIRST = 1
 
 
 def test_private_slots():

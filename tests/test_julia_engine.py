@@ -113,6 +113,15 @@ def test_unwrap_a_julia_closure(julia, x64):
     np.testing.assert_allclose(got, 6 * np.outer([-1, -1], z))
 
 
+def test_unwrap_a_python_function_over_a_julia_closure(julia, x64):
+    g = julia_function(julia.juliacall.Main.seval("let w = [1.0, 2.0]; x -> sum(w .* x .^ 2) end"))
+    skeleton, captured = pybridge.unwrap((lambda g: lambda x: 2 * g(x))(g))
+    z = np.array([3.0, -1.0])
+    np.testing.assert_array_equal(captured["g"]["w"], [1, 2])
+    assert skeleton(z, captured) == 22
+    np.testing.assert_allclose(jax.grad(skeleton, 1)(z, captured)["g"]["w"], 2 * z**2)
+
+
 def test_idle_levels_cost_one_evaluation(border, julia):
     f = julia_function("x -> sum(x)", result=jax.ShapeDtypeStruct((), "float32"))
     y = jax.jit(jax.vmap(lambda i: f(jnp.ones(2)) + i))(jnp.arange(4.0))
