@@ -16,15 +16,24 @@ import weakref
 import jax
 
 from ._harvest import bounded, julia  # noqa: F401 (they teach reap pybridge's own primitives)
+from ._harvest.calls import jit, scan
 from ._harvest.entries import Entries, Entry, Reaped, Undefined
 from ._harvest.forms import Ask
 from ._harvest.layout import ATTRIBUTES, Layout
 from ._harvest.linear import linearize
 from ._harvest.planting import plants_for
-from ._harvest.primitive import HarvestError, active, path_of, scopes, session_of
+from ._harvest.primitive import (
+    HarvestError,
+    active,
+    is_array,
+    path_of,
+    scopes,
+    session_of,
+    sows_in,
+)
 from ._harvest.primitive import sow as _sow
-from ._harvest.program import Program, is_array, is_number
-from ._harvest.wrappers import grad, hessian, jacfwd, jacrev, jit, jvp, scan, value_and_grad, vmap
+from ._harvest.program import Program, is_number
+from ._harvest.wrappers import grad, hessian, jacfwd, jacrev, jvp, value_and_grad, vmap
 
 __all__ = [
     "Entries",
@@ -79,7 +88,7 @@ def nest(fun, scope):
     """``fun`` with ``scope`` put before every name that it sows.
 
     ``scope`` is a name or a path, as for :func:`sow`. The same function may so be used many times.
-    Names that Julia code sows stay as they are.
+    Names that Julia code sows are prefixed, too.
 
     >>> from pybridge.harvest import nest, reap, sow
     >>> f = lambda x: sow(x * 2.0, "y")
@@ -95,6 +104,16 @@ def nest(fun, scope):
             return fun(*args, **kwargs)
 
     return wrapped
+
+
+def at_work():
+    """Whether a reaped or planted function is being traced."""
+    return active.value is not None
+
+
+def sows(fun, args):
+    """Whether ``fun(*args)`` sows, in Python or in Julia."""
+    return bool(sows_in(jax.make_jaxpr(fun)(*args).jaxpr))
 
 
 class _Fixed:

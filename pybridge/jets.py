@@ -54,6 +54,10 @@ class Engine(Protocol):
         """Compute the form. Ordinary JAX code, traced when the primitive is lowered."""
 
 
+# What ``pybridge.harvest.nest`` has opened: harvest's own once that is imported. Before, nobody reaps.
+names_under = tuple
+
+
 @dataclasses.dataclass(eq=False)
 class Function:
     """A target of an engine at one input tree and one set of avals; compared by identity."""
@@ -64,6 +68,7 @@ class Function:
     in_avals: tuple[jax.ShapeDtypeStruct, ...]
     out_tree: Any
     out_avals: tuple[jax.ShapeDtypeStruct, ...]
+    scope: tuple = ()  # what is put before the names that the target sows
     keepalive: list = dataclasses.field(default_factory=list)
     compiled: dict = dataclasses.field(default_factory=dict)
 
@@ -79,11 +84,12 @@ def function_of(engine: Engine, target, args) -> tuple[Function, list]:
     named, in_tree = jax.tree.flatten_with_path(args)
     leaves = [_as_array(target, path, leaf) for path, leaf in named]
     in_avals = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-    key = (engine, in_tree, in_avals)
+    scope = names_under()
+    key = (engine, in_tree, in_avals, scope)
     table = target.jet_functions
     if key not in table:
         out_tree, out_avals = engine.trace(target, in_tree, in_avals)
-        table[key] = Function(engine, target, in_tree, in_avals, out_tree, out_avals)
+        table[key] = Function(engine, target, in_tree, in_avals, out_tree, out_avals, scope)
     return table[key], leaves
 
 

@@ -8,7 +8,11 @@ one reverse pass at the point x + e v: forward over reverse, with the parameters
 formula (for h(x, p) = g(grad_x f), grad_p h = d/da grad_p f(x + a grad g, p)) is what a Julia loss
 is differentiated by, at any order, through the primitive of ``pybridge.jets``. A Python loss needs
 none of it: JAX's own composition of transformations does the same and is the faster, so it is used.
+Inside ``pybridge.reap`` the same composition is made of harvest's transformations, which keep what the
+loss sows, and serves a Julia loss that sows, too.
 """
+
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -131,7 +135,8 @@ def nested_jacobian(h, x, ps=None, *, engine=None):
     _check_differentiable(x, "x")
     out = jax.eval_shape(h, *args)
     size = lambda tree: sum(np.size(leaf) for leaf in jax.tree.leaves(tree))
-    jacobian = jax.jacfwd if size(x) <= size(out) else jax.jacrev
+    by = _transformations()
+    jacobian = by.jacfwd if size(x) <= size(out) else by.jacrev
     return jacobian(h)(*args)
 
 
@@ -159,17 +164,18 @@ def laplacian(loss, x, ps=None, *, engine=None):
             "Pass real and imaginary parts as two float arrays."
         )
     basis, count = _basis(x)
-    if engine is not None:
+    by = _transformations()
+    if engine is not None and not _sows(by, loss, args):
         _check_scalar(jets.result_struct(engine, loss, args), loss)
         directions = (basis, *(None for _ in args[1:]))
         return jets.summed_second_derivative(engine, loss, args, directions, count)
     loss = _scalar(loss)
-    gradient = jax.grad(lambda x: loss(x, *args[1:]))
+    gradient = by.grad(lambda x: loss(x, *args[1:]))
 
     def curvature(e):
-        return _inner(e, jax.jvp(gradient, (x,), (e,))[1])
+        return _inner(e, by.jvp(gradient, (x,), (e,))[1])
 
-    return jnp.sum(jax.vmap(curvature)(basis))
+    return jnp.sum(by.vmap(curvature)(basis))
 
 
 def custom_vjp(f):
@@ -214,6 +220,17 @@ def custom_vjp(f):
 
 
 # ---- the two engines -----------------------------------------------------------------------------
+def _transformations():
+    """JAX's; at work inside ``reap`` or ``plant``, harvest's, which are JAX's where nothing is sown."""
+    harvest = sys.modules.get("pybridge.harvest")  # who has not imported it sows nothing
+    return jax if harvest is None or not harvest.at_work() else harvest
+
+
+def _sows(by, loss, args):
+    """Whether a Julia loss sows, and somebody reaps: what is in its forms has no Jacobians."""
+    return by is not jax and by.sows(loss, args)
+
+
 
 
 def _value_and_grad(loss, x, ps, engine, argnums, has_aux, value):
@@ -224,9 +241,10 @@ def _value_and_grad(loss, x, ps, engine, argnums, has_aux, value):
     for i, what in enumerate(("x", "ps")[: len(args)]):
         if i in wanted:
             _check_differentiable(args[i], what, integers=what == "ps")
-    if engine is None:
+    by = _transformations()
+    if engine is None or _sows(by, loss, args):
         loss = _scalar(loss, has_aux)
-        transform = jax.value_and_grad if value or has_aux else jax.grad
+        transform = by.value_and_grad if value or has_aux else by.grad
         out = transform(loss, argnums, has_aux=has_aux, allow_int=True)(*args)
         return out if value or has_aux else (None, out)
     struct = jets.result_struct(engine, loss, args)
@@ -258,7 +276,9 @@ def _mixed(loss, x, v, ps, engine, parameters):
     _check_differentiable(x, "x")
     v = _check_direction(x, v)
     leaves, tree = jax.tree.flatten(args)
-    if engine is not None:
+    x_count = len(jax.tree.leaves(x))
+    by = _transformations()
+    if engine is not None and not _sows(by, loss, args):
         struct = jets.result_struct(engine, loss, args)
         _check_scalar(struct, loss)
         covector = [jnp.ones((), struct.dtype)]
@@ -267,20 +287,16 @@ def _mixed(loss, x, v, ps, engine, parameters):
         out = jets.cotangent(engine, loss, args, covector, directions, wanted)
     else:
         loss = _scalar(loss)
-        count = len(leaves) if parameters else len(jax.tree.leaves(x))
-        active = [i for i in range(count) if _is_float(leaves[i])]
+        fixed = args[1:]
 
         def gradient(x):
-            now = [*jax.tree.leaves(x), *leaves[len(jax.tree.leaves(x)) :]]
+            if not parameters:
+                return by.grad(lambda x: loss(x, *fixed))(x)
+            return by.grad(lambda floats: loss(*_merge(floats, args)))(_floats((x, *fixed)))
 
-            def f(values):
-                given = dict(zip(active, values))
-                return loss(*jax.tree.unflatten(tree, [given.get(i, a) for i, a in enumerate(now)]))
-
-            return jax.grad(f)([now[i] for i in active])
-
-        products = jax.jvp(gradient, (x,), (v,))[1]
-        out = [dict(zip(active, products)).get(i) for i in range(len(leaves))]
+        products = iter(jax.tree.leaves(by.jvp(gradient, (x,), (v,))[1]))
+        active = [_is_float(leaf) and (parameters or n < x_count) for n, leaf in enumerate(leaves)]
+        out = [next(products) if on else None for on in active]
     full = jax.tree.unflatten(tree, _with_float0(leaves, out))
     return full[0], full[1] if len(args) > 1 and parameters else None
 
@@ -328,6 +344,17 @@ def _check_differentiable(tree, argument, integers=False):
         if not _is_float(leaf):
             if integers:
                 continue
+def _floats(tree):
+    """The tree with None at every leaf that is not a float."""
+    return jax.tree.map(lambda leaf: leaf if _is_float(leaf) else None, tree)
+
+
+def _merge(floats, tree):
+    """The tree with its floats replaced."""
+    new = iter(jax.tree.leaves(floats))
+    return jax.tree.map(lambda leaf: next(new) if _is_float(leaf) else leaf, tree)
+
+
             raise TypeError(
                 f"{name} has dtype {_dtype(leaf)}, which has no derivative; accepted are floats. "
                 f"Cast it (jnp.asarray(value, jnp.float32)), or move it into ps, which may hold it."

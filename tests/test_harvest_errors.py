@@ -1,12 +1,14 @@
 """Nothing is dropped in silence, and bad input is told what is wrong at once."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
-from pybridge import harvest
+from pybridge import bounded_fori_loop, bounded_while_loop, harvest
 from pybridge.harvest import HarvestError, Undefined, nest, plant, reap, sow
 
 
@@ -40,6 +42,63 @@ def test_a_sow_whose_result_is_ignored_has_no_cotangent(f):
     with pytest.raises(Undefined, match=r"result is ignored.*value that sow returns"):
         _ = named["a"].cotangent
     assert np.all(named["a"].tangent > 0)
+
+
+def ignored_in_scan(x):
+    """In harvest.scan two ignored values, and one that is used."""
+
+    def body(c, t):
+        h = sow(c * t, "a")
+        sow(h + t, "b")
+        return sow(c * t, "c"), None
+
+    return harvest.scan(body, x, jnp.arange(1.0, 4.0))[0]
+
+
+IGNORED = {
+    "jit": harvest.jit(unused),
+    "jit of static arguments": functools.partial(
+        harvest.jit(lambda x, n, how: unused(x) * n, static_argnums=1, static_argnames="how"),
+        n=3,
+        how="s",
+    ),
+    "scan": ignored_in_scan,
+    "jit of scan": harvest.jit(ignored_in_scan),
+}
+
+
+@pytest.mark.parametrize("f", IGNORED.values(), ids=IGNORED.keys())
+@pytest.mark.parametrize("grad", [jax.grad, harvest.grad])
+def test_harvest_s_jit_and_scan_keep_ignored_values(f, grad):
+    """Under jax.grad, too, which removes them from a jit or a scan of jax's."""
+    _, plain = reap(f)(2.0)
+    out, named = reap(grad(f))(2.0)
+    assert sorted(named) == sorted(plain)
+    for name in plain:
+        np.testing.assert_array_equal(named[name].value, plain[name].value)
+    with pytest.raises(Undefined, match=r"nothing uses the result|result is ignored"):
+        _ = named["a"].cotangent
+    if "c" in named:
+        assert named["c"].cotangent.tolist() == [6, 3, 1]
+    assert out == grad(f)(2.0)
+
+
+def test_harvest_s_jit_is_jax_s():
+    f = harvest.jit(lambda x, n: sow(x * n, "a"), static_argnums=1)
+    assert isinstance(f, jax.stages.Wrapped)
+    assert f.lower(2.0, 3).compile()(2.0) == f(2.0, 3) == 6
+    f.clear_cache()
+
+    class Model:
+        @harvest.jit(static_argnums=0)
+        def call(self, x):
+            return sow(x, "a")
+
+    assert reap(Model().call)(1.0)[1]["a"].value == 1
+    traces = []
+    g = reap(harvest.jit(lambda x: traces.append(1) or sow(x, "a")))
+    assert [g(float(i))[1]["a"].value for i in range(3)] == [0, 1, 2]
+    assert len(traces) == 1
 
 
 def test_an_ignored_result_that_feeds_another_ignored_one():
@@ -175,6 +234,39 @@ def test_out_axes_that_differ():
         reap(f)(jnp.ones((3, 2)))
 
 
+def fork(x):
+    return lax.cond(x > 0, lambda x: sow(x, "a"), lambda x: -x, x)
+
+
+LANES = {
+    "cond": lambda x: fork(x - 2),
+    "while_loop": lambda x: lax.while_loop(lambda c: c < 5, lambda c: sow(c * 2, "a"), x),
+    "bounded loop": lambda x: bounded_while_loop(
+        lambda c: c < 5, lambda c: sow(c * 2, "a"), x, max_steps=9
+    ),
+    "fori of a length": lambda x: bounded_fori_loop(
+        0, x.astype(int), lambda i, c: sow(c * 2, "a"), x, max_steps=9
+    ),
+}
+
+
+@pytest.mark.parametrize("f", LANES.values(), ids=LANES.keys())
+def test_lanes_that_part_under_jax_s_own_vmap(f):
+    """JAX runs all branches and steps for all lanes, with nothing to tell what was sown for which."""
+    xs = jnp.array([1.0, 8.0, 3.0])
+    for t in (jax.vmap(f), jax.jit(jax.vmap(f)), jax.vmap(jax.jit(f))):
+        with pytest.raises(HarvestError, match=r"'a' is sown at .*lanes.*pybridge\.harvest\.vmap"):
+            reap(t)(xs)
+        np.testing.assert_array_equal(t(xs), [f(x) for x in xs])
+    with pytest.raises(HarvestError, match=r"and harvest's grad, jvp and vmap around"):
+        reap(lambda x: jax.jvp(harvest.vmap(f), (x,), (x,)))(xs)
+    out, named = reap(harvest.vmap(f))(xs)
+    np.testing.assert_array_equal(out, jax.vmap(f)(xs))
+    assert np.shape(named["a"].taken)[0] == 3
+    together = lambda x: jax.vmap(lambda y: f(x) * y)(xs)  # no lane parts: nothing to refuse
+    assert np.max(reap(together)(jnp.array(3.0))[1]["a"].value) > 0
+
+
 # ---- JAX's own errors are JAX's ----
 
 BAD_CALLS = {
@@ -201,7 +293,9 @@ def test_the_same_error_as_without_reap(f, args):
 # ---- bad input ----
 
 
-@pytest.mark.parametrize("name", [3, "", (), None, ["a"], ("a", 1.5), ("a", "")])
+@pytest.mark.parametrize(
+    "name", [3, "", (), None, ["a"], ("a", 1.5), ("a", ""), ("a", True), ("a", ["b"])]
+)
 def test_names(name):
     with pytest.raises(HarvestError, match="non-empty string"):
         sow(1.0, name)

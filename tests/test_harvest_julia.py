@@ -7,8 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pybridge import harvest, julia_function, nested_grad
-from pybridge.harvest import HarvestError, Undefined, plant, reap, sow
+from pybridge import (
+    harvest,
+    hvp,
+    julia_function,
+    laplacian,
+    mixed_vjp,
+    nested_grad,
+    nested_value_and_grad,
+)
+from pybridge.harvest import HarvestError, Undefined, nest, plant, reap, sow
 
 pytestmark = pytest.mark.usefixtures("julia", "x64")
 
@@ -83,14 +91,36 @@ def test_second_order(t):
             same(getattr(getattr(e, a), b), getattr(getattr(e_, a), b), err_msg=f"{a}.{b}")
 
 
-def test_jax_s_own_grad_and_nested_grad():
-    for t in (jax.grad(lambda x: in_julia()(x, p)), lambda x: nested_grad(in_julia(), x, p)):
-        out, named = reap(t)(x)
-        same(out, jax.grad(in_jax)(x, p))
-        same(named["v"].value, p * x**3)
-        same(named["v"].cotangent, np.cos(p * x**3))
-        with pytest.raises(Undefined, match=r"pybridge\.harvest\.grad"):
-            _ = named["v"].jacobian
+def test_jax_s_own_grad():
+    out, named = reap(jax.grad(lambda x: in_julia()(x, p)))(x)
+    same(out, jax.grad(in_jax)(x, p))
+    same(named["v"].value, p * x**3)
+    same(named["v"].cotangent, np.cos(p * x**3))
+    with pytest.raises(Undefined, match=r"pybridge\.harvest\.grad"):
+        _ = named["v"].jacobian
+
+
+NESTED = {
+    "nested_grad": lambda f: lambda x: nested_grad(f, x, p, argnums=(0, 1)),
+    "nested_value_and_grad": lambda f: lambda x: nested_value_and_grad(f, x, p),
+    "hvp": lambda f: lambda x: hvp(f, x, x, p),
+    "mixed_vjp": lambda f: lambda x: mixed_vjp(f, x, x, p),
+    "laplacian": lambda f: lambda x: laplacian(f, x, p),
+}
+
+
+@pytest.mark.parametrize("t", NESTED.values(), ids=NESTED.keys())
+def test_nested_derivatives_as_of_the_same_function_in_python(t):
+    """Values, cotangents and Jacobians, all orders there are."""
+    (out, e), (out_, e_) = twice(t)
+    jax.tree.map(same, out, out_)
+    for a in ("value", "cotangent", "jacobian"):
+        one, two = getattr(e, a), getattr(e_, a)
+        for d in ("value", "tangent") if e.order == 2 else ():
+            of = lambda entry, d=d: jax.tree.map(lambda entry: getattr(entry, d), entry)
+            jax.tree.map(same, of(one), of(two))
+        if e.order == 1:
+            jax.tree.map(same, one, two)
 
 
 def test_lazy():
@@ -123,10 +153,26 @@ def test_several_values_and_what_is_ignored():
         _ = named["spare"].cotangent
 
 
+def test_nest_reaches_into_julia():
+    f = in_julia()
+    both = lambda x: nest(f, "a")(x, p) + nest(jax.jit(f), ("b", 1))(x, 2 * p)
+    _, named = reap(harvest.grad(both))(x)
+    assert list(named) == [("a", "v"), ("b", 1, "v")]
+    same(named["a"]["v"].cotangent, np.cos(p * x**3))
+    same(named["b", 1, "v"].cotangent, np.cos(2 * p * x**3))
+
+
+def test_jax_s_own_vmap_puts_the_batch_first():
+    xs = np.stack([x, 2 * x, x + 1])
+    total = lambda vmap, f: lambda p: jnp.sum(vmap(f, (0, None))(xs, p) ** 2)
+    _, named = reap(jax.grad(total(jax.vmap, in_julia())))(p)  # sums over lanes in one form
+    _, named_ = reap(harvest.grad(total(harvest.vmap, in_jax)))(p)
+    for attribute in ("value", "cotangent"):
+        same(getattr(named["v"], attribute), getattr(named_["v"], attribute))
+
+
 def test_what_is_refused():
     f = in_julia()
-    with pytest.raises(HarvestError, match=r"Use pybridge\.harvest\.vmap"):
-        reap(jax.vmap(f, (0, None)))(np.stack([x, x]), p)
     with pytest.raises(HarvestError, match="sown twice"):
         reap(lambda x: f(x, p) + f(2 * x, p))(x)
     with pytest.raises(HarvestError, match="nothing can be planted"):

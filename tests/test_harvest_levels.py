@@ -327,6 +327,32 @@ def test_hessian_lays_out_a_named_jacobian_as_the_result():
     np.testing.assert_allclose(e.cotangent.jacobian, want, rtol=1e-12)
 
 
+@pytest.mark.parametrize("outer", ["jacfwd", "jacrev"])
+@pytest.mark.parametrize("inner", ["jacfwd", "jacrev"])
+def test_the_four_hessians_of_a_matrix(outer, inner):
+    x = jnp.arange(6.0).reshape(2, 3) / 5
+    named_value = lambda x: x @ x.T  # (2, 2)
+    tail = lambda v: jnp.sin(v)[0] * v[1]  # (2,)
+    f = lambda x: tail(sow(named_value(x), "v"))
+    both = lambda m: lambda f: getattr(m, outer)(getattr(m, inner)(f))
+    out, named = reap(jax.jit(both(harvest)(f)))(x)
+    same = functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-12)
+    same(out, both(jax)(f)(x))
+    e = named["v"]
+    assert e.steps == (inner, outer, "jit")
+    same(e.value.value, named_value(x))
+    same(e.jacobian.value, jax.jacfwd(named_value)(x))
+    same(e.value.jacobian, jax.jacfwd(named_value)(x))
+    same(e.jacobian.jacobian, both(jax)(named_value)(x))
+    slopes = central(lambda x: central(tail, named_value(x)), x)  # d (dy/dv) / dx
+    if inner == "jacrev":
+        same(e.cotangent.value, jax.jacrev(tail)(named_value(x)))
+        np.testing.assert_allclose(e.cotangent.jacobian, slopes, rtol=1e-3, atol=1e-4)
+    if outer == "jacrev":  # the result is dy/dv dv/dx: its derivative in v, where v enters dy/dv
+        along = lambda v: jnp.einsum("iab,abkl->ikl", jax.jacrev(tail)(v), e.jacobian.value)
+        same(e.value.cotangent, jax.jacrev(along)(named_value(x)))
+
+
 def test_jacrev_and_jacfwd_with_matrices():
     x = jnp.arange(6.0).reshape(2, 3) / 5
     f = lambda x: jnp.sin(sow(x @ x.T, "v")) @ x

@@ -7,7 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pybridge import bounded_fori_loop, bounded_while_loop, harvest, nested_grad, reduce_window
+from pybridge import (
+    bounded_fori_loop,
+    bounded_while_loop,
+    harvest,
+    hvp,
+    laplacian,
+    mixed_vjp,
+    nested_grad,
+    nested_jacobian,
+    nested_value_and_grad,
+    reduce_window,
+)
 from pybridge.engines.jax import JaxFunction
 from pybridge.harvest import HarvestError, Undefined, plant, reap, sow
 
@@ -87,11 +98,60 @@ def test_bounded_while_loop_that_keeps_the_last(options):
     e = named["c"]
     same([e.value, e.tangent, dout], [values[-1], jacobian[-1], jacobian[-1]])
     assert (e.count, e.taken) == (len(values), True)
-    if "mode" in options:
-        _, named = reap(harvest.grad(f))(1.0)
-        same(named["c"].jacobian, jacobian[-1])
-        with pytest.raises(Undefined, match="only its last value is kept"):
-            _ = named["c"].cotangent
+
+
+def weighed(x, mode):
+    """Two names, one of which feeds the result in every step."""
+    step = lambda c: (
+        jnp.sin(sow(c[0], "u", mode=mode)) + 2 * c[0],
+        c[1] + sow(c[0] ** 2, "v", mode=mode),
+    )
+    c = bounded_while_loop(lambda c: c[0] < 10, step, (x, 0.0), max_steps=BOUND)
+    return c[0] * c[1]
+
+
+@pytest.mark.parametrize("grad", [harvest.grad, jax.grad])
+def test_the_cotangent_of_a_last_value(grad):
+    def by_hand(x, eps=(0.0, 0.0)):
+        c, s, n = x, 0.0, len(values)
+        for i in range(n):
+            u, v = c + eps[0] * (i == n - 1), c**2 + eps[1] * (i == n - 1)
+            c, s = np.sin(u) + 2 * c, s + v
+        return c * s
+
+    for x in (1.0, 3.0):
+        values = [x]
+        while values[-1] < 10:
+            values.append(np.sin(values[-1]) + 2 * values[-1])
+        values, h = values[:-1], 1e-6
+        _, named = reap(grad(lambda x: weighed(x, "last")))(x)
+        assert named["u"].count == len(values)
+        same([named["u"].value, named["v"].value], [values[-1], values[-1] ** 2])
+        for k, name in enumerate("uv"):
+            e = np.eye(2)[k] * h
+            want = (by_hand(x, e) - by_hand(x, -e)) / (2 * h)
+            np.testing.assert_allclose(named[name].cotangent, want, rtol=1e-8)
+            if grad is harvest.grad:
+                _, rows = reap(grad(lambda x: weighed(x, "strict")))(x)
+                n = len(values) - 1
+                same(named[name].cotangent, rows[name].cotangent[n])
+                same(named[name].jacobian, rows[name].jacobian[n])
+
+
+@pytest.mark.parametrize("inner", [harvest.grad, jax.grad])
+@pytest.mark.parametrize("mode", ["last", "strict"])
+def test_lanes_of_a_bounded_loop_that_stop_at_different_times(inner, mode):
+    xs = jnp.array([1.0, 3.0, 20.0])
+    _, named = reap(harvest.vmap(inner(lambda x: weighed(x, mode))))(xs)
+    for i, x in enumerate(xs[:2]):
+        _, alone = reap(inner(lambda x: weighed(x, mode)))(x)
+        for name in "uv":
+            e, a = named[name], alone[name]
+            same(e.value[i], a.value)
+            same(e.cotangent[i], a.cotangent)
+            assert e.count[i] == a.count
+    assert not np.any(named["u"].value[2])
+    assert not np.any(named["u"].cotangent[2])
 
 
 def test_a_parameter_of_a_bounded_loop():
@@ -158,15 +218,63 @@ def loss(x, p):
 
 def test_nested_grad_of_a_python_loss():
     x = jnp.array([0.5, 1.5])
-    _, named = reap(lambda x, p: nested_grad(loss, x, p))(x, 2.0)
-    same(named["v"].value, 2 * x**2)
-    same(named["v"].cotangent, np.cos(2 * x**2))
+    for f in (nested_grad, nested_value_and_grad):
+        _, named = reap(lambda x, p, f=f: f(loss, x, p))(x, 2.0)
+        same(named["v"].value, 2 * x**2)
+        same(named["v"].cotangent, np.cos(2 * x**2))
+        same(named["v"].jacobian, np.diag(4 * x))
     _, named = reap(harvest.grad(lambda p: jnp.sum(nested_grad(loss, x, p) ** 2)))(2.0)
     v, e = 2 * x**2, named["v"]
     same(e.cotangent.value, np.cos(v))
     # sum (cos(v) 2 p x)^2: its derivatives in v and in cos(v)
     same(e.value.cotangent, -2 * np.cos(v) * np.sin(v) * (4 * x) ** 2)
     same(e.cotangent.cotangent, 2 * np.cos(v) * (4 * x) ** 2)
+
+
+def test_nested_second_derivatives_of_a_python_loss():
+    x, v = jnp.array([0.5, 1.5]), jnp.array([1.0, -2.0])
+    p = {"scale": 2.0, "steps": jnp.arange(2)}
+    scaled = lambda x, p: loss(x, p["scale"])
+    for f in (hvp, mixed_vjp):
+        _, named = reap(lambda x, p, f=f: f(scaled, x, v, p))(x, p)
+        e = named["v"]
+        assert e.steps == ("grad", "jvp")
+        same(e.value.value, 2 * x**2)
+        same(e.value.tangent, 4 * x * v)
+        same(e.cotangent.tangent, -np.sin(2 * x**2) * 4 * x * v)
+    same(e.jacobian[0].tangent, np.diag(4 * v))
+    same(e.jacobian[1]["scale"].value, x**2)
+    assert e.jacobian[1]["steps"] is None
+    out, named = reap(lambda x, p: laplacian(scaled, x, p))(x, p)
+    same(out, laplacian(scaled, x, p))
+    same(named["v"].value.tangent, np.diag(4 * x))  # a row a unit vector
+    _, named = reap(lambda x: nested_jacobian(lambda x: jnp.sin(sow(x**2, "v")), x))(x)
+    same(named["v"].jacobian, np.diag(2 * x))
+
+
+@pytest.mark.parametrize("f", [nested_grad, lambda *a: hvp(a[0], a[1], a[1], a[2])])
+def test_a_value_that_a_loss_ignores(f):
+    def wasteful(x, p):
+        sow(x * p, "spare")
+        return jnp.sum(x**3)
+
+    _, named = reap(jax.jit(lambda x, p: f(wasteful, x, p)))(jnp.ones(2), 3.0)
+    same(named["spare"], [3, 3])
+    with pytest.raises(Undefined, match="result is ignored"):
+        _ = named["spare"].cotangent
+
+
+NESTED = {
+    "nested_grad": lambda x: nested_grad(loss, x, 2.0),
+    "hvp": lambda x: hvp(loss, x, x, 2.0),
+    "mixed_vjp": lambda x: mixed_vjp(loss, x, x, 2.0),
+    "laplacian": lambda x: laplacian(loss, x, 2.0),
+}
+
+
+@pytest.mark.parametrize("f", NESTED.values(), ids=NESTED.keys())
+def test_outside_of_reap_nested_derivatives_are_jax_s(f):
+    assert "harvest_level" not in str(jax.make_jaxpr(f)(jnp.ones(2)))
 
 
 def test_a_form_of_a_python_function_is_refused():

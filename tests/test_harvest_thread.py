@@ -317,14 +317,22 @@ def test_oryx_sow_cond():
 
 
 @pytest.mark.parametrize(
-    "name", ["grad", "value_and_grad", "jvp", "vmap", "jacfwd", "jacrev", "hessian", "linearize"]
+    "name",
+    [
+        "grad",
+        "value_and_grad",
+        "jvp",
+        "vmap",
+        "jit",
+        "scan",
+        "jacfwd",
+        "jacrev",
+        "hessian",
+        "linearize",
+    ],
 )
 def test_signatures_are_those_of_jax(name):
-    ours, theirs = (inspect.signature(getattr(m, name)).parameters for m in (harvest, jax))
+    homes = (harvest, jax.lax if name == "scan" else jax)
+    ours, theirs = (inspect.signature(getattr(m, name)).parameters for m in homes)
     assert [*ours][: len(theirs)] == [*theirs]
     assert [p.default for p in ours.values()][: len(theirs)] == [p.default for p in theirs.values()]
-
-
-def test_jit_and_scan_are_those_of_jax():
-    assert harvest.jit is jax.jit
-    assert harvest.scan is jax.lax.scan

@@ -17,7 +17,7 @@ class BoundedForm:
 
     A named value is stacked, one row a step up to the stop, then zeros; ``.taken`` marks the rows and
     ``.count`` is the number of steps. Sown with mode="last", or in a loop without a bound, only that of
-    the last step is kept, in the carry.
+    the last step is kept, in the carry, and a cotangent is that of the last value.
     """
 
     def __init__(self, eqn, inner):
@@ -40,8 +40,11 @@ class BoundedForm:
 
     def _spot(self, s):
         steps = (*s.steps, ("bounded_loop", ""))
+        if self.bound is None:
+            no_reverse = "a loop without max_steps has no reverse mode"
+            return dataclasses.replace(s, steps=steps, blind=no_reverse)
         if s.id in self.last:
-            return dataclasses.replace(s, steps=steps, blind="only its last value is kept")
+            return dataclasses.replace(s, steps=steps)
         return dataclasses.replace(s, steps=steps, shape=(self.bound, *s.shape))
 
     def call(self, invals, ask):
@@ -53,12 +56,25 @@ class BoundedForm:
             # first, by a loop that nothing differentiates, and then give it.
             still = lambda tree: jax.tree.map(lax.stop_gradient, tree)
             length, _, _ = self._run(still(invals), Ask(plants=still(ask.plants)), None)
+        if ask.eps:
+            steps = invals[0] if length is None else length
+            ask = ask.with_arrays(self._within(steps, ask.eps), ask.plants)
         count, outs, vals = self._run(invals, ask, length)
+        vals = self._within(count, vals)
         for i in marked:
             mark = next(m for m in self.marks if m.id == i)
             whole = count > 0 if mark.shape == () else jnp.arange(self.bound) < count
             vals[i] = count if mark.role == "count" else whole
         return [*([count] if self.params["cond"] is not None else []), *outs], vals
+
+    def _within(self, count, arrays):
+        """Zeros in the rows past the stop: of lanes under vmap the longest one's steps fill them."""
+
+        def cut(a):
+            rows = jnp.arange(self.bound).reshape(-1, *[1] * (a.ndim - 1))
+            return jnp.where(rows < count, a, jnp.zeros_like(a))
+
+        return {i: a if i in self.last else cut(a) for i, a in arrays.items()}
 
     def _run(self, invals, ask, length):
         """(count, carry and rows, named values); ``length`` is None where the loop knows it."""
@@ -68,25 +84,38 @@ class BoundedForm:
         if length is not None:
             control, cond = [length], None
         # Named values of the last step are further carries, all others further rows of results.
-        # Perturbations are further rows of input. Planted rows are constants that a counter in the
-        # carry reads, since they may decide where the loop stops.
+        # Perturbations are further rows of input; that of a last value is a constant, added in the
+        # last step. Planted rows are constants, too, since they may decide where the loop stops. A
+        # counter in the carry tells both the step.
         last, rows = sorted(ask.want & self.last), sorted(ask.want - self.last)
-        eps, plants = sorted(ask.eps), sorted(ask.plants)
+        eps, plants = sorted(ask.eps.keys() - self.last), sorted(ask.plants)
+        at_last = sorted(ask.eps.keys() & self.last)
+        held = [*(ask.plants[i] for i in plants), *(ask.eps[i] for i in at_last)]
+        held += [control[0]] if at_last else []  # by now the length
         start = [jnp.zeros(spots[i].shape, spots[i].dtype) for i in last]
-        start += [jnp.int32(0)] if plants else []
+        # A transposed loop runs from the last row: what counts as last is what it meets first.
+        only_first = last and p["reverse"]
+        counts = bool(held or only_first)
+        start += [jnp.int32(0)] if counts else []
         n, m, r = len(consts), len(carry), len(xs)
 
         def step(*args):
             args = iter(args)
             take = lambda k: [next(args) for _ in range(k)]
-            c, held, s, extra, x, e = map(take, (n, len(plants), m, len(start), r, len(eps)))
+            c, h, s, extra, x, e = map(take, (n, len(held), m, len(start), r, len(eps)))
             planted = {
                 i: v if i in self.last else lax.dynamic_index_in_dim(v, extra[-1], keepdims=False)
-                for i, v in zip(plants, held)
+                for i, v in zip(plants, h)
             }
-            inside = ask.with_arrays(dict(zip(eps, e)), planted)
+            poked = dict(zip(eps, e))
+            for i, v in zip(at_last, h[len(plants) :]):
+                poked[i] = jnp.where(extra[-1] == h[-1] - 1, v, jnp.zeros_like(v))
+            inside = ask.with_arrays(poked, planted)
             outs, vals = self.form.call(self.consts, [*c, *s, *x], inside)
-            after = [extra[-1] + 1] if plants else []
+            after = [extra[-1] + 1] if counts else []
+            if only_first:
+                first = extra[-1] == 0
+                vals |= {i: jnp.where(first, vals[i], old) for i, old in zip(last, extra)}
             return [
                 *outs[:m],
                 *(vals[i] for i in last),
@@ -95,7 +124,7 @@ class BoundedForm:
                 *(vals[i] for i in rows),
             ]
 
-        consts, carry = [*consts, *(ask.plants[i] for i in plants)], [*carry, *start]
+        consts, carry = [*consts, *held], [*carry, *start]
         xs = [*xs, *(ask.eps[i] for i in eps)]
         drop_row = lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype)
         avals = [*map(_aval, [*consts, *carry]), *(drop_row(_aval(x)) for x in xs)]

@@ -65,7 +65,8 @@ def _impl(*operands, **params):
 
 @level_p.def_abstract_eval
 def _abstract(*avals, **params):
-    outs = jax.eval_shape(_plain(**params), *avals)
+    with active(None):  # for the shapes alone: what jax.vmap would hide is not asked for here
+        outs = jax.eval_shape(_plain(**params), *avals)
     return [jax.core.ShapedArray(o.shape, o.dtype, weak_type=o.weak_type) for o in outs]
 
 

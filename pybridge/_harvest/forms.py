@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import primitives as prims
 
+from .lanes import refuse
 from .primitive import HarvestError, show, sow_p, sown_in_eqn
 
 
@@ -392,6 +393,8 @@ class WhileForm:
         body, self.body_consts = closed(p["body_jaxpr"])
         self.cond_form, self.body_form = form_of(cond, inner), form_of(body, inner)
         step, blind = ("while", ""), "a while_loop has no reverse mode"
+        if cond.outvars[0].aval.shape:
+            refuse({"jaxprs": (cond, body)}, "a while_loop of a length")
         in_cond = tuple(s.under("cond", step, blind=blind) for s in self.cond_form.spots)
         in_body = tuple(s.under("body", step, blind=blind) for s in self.body_form.spots)
         self.marks = marks(in_body, {"taken": bool, "count": jnp.int32})

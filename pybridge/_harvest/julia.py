@@ -15,7 +15,9 @@ import jax.numpy as jnp
 from pybridge import jets
 
 from .forms import Spot, prefixed, rule, run_eqn
-from .primitive import HIDDEN, HarvestError, new_uid, show, sown_in_eqn, sows_in
+from .primitive import HIDDEN, HarvestError, active, new_uid, scopes, show, sown_in_eqn, sows_in
+
+jets.names_under = lambda: () if active.value is None else scopes.value
 
 
 @dataclasses.dataclass
@@ -112,7 +114,11 @@ def _params(eqn_params):
     if sown is None:
         return ()
     return tuple(
-        {"path": (n,), "uid": sown.uids[n], "where": f"the Julia function {function!r}"}
+        {
+            "path": (*function.scope, n),
+            "uid": sown.uids[n],
+            "where": f"the Julia function {function!r}",
+        }
         for n in sown.names
     )
 
@@ -148,11 +154,6 @@ class JuliaForm:
             )
         self.sown = sown_by(self.function)
         self.n = len(p["sflags"]) - 1
-        if p["sizes"]:
-            raise HarvestError(
-                f"{show((self.sown.names[0],))} is sown in the Julia function {self.function!r} under "
-                f"jax.vmap, which does not say how a named value is laid out. Use pybridge.harvest.vmap."
-            )
         self.base = {s.id: s for s in self._spots()}
         spots = tuple(self.base.values())
         for label, letter in self._levels():
@@ -172,7 +173,7 @@ class JuliaForm:
         orders = [(f.n, f.params["open"]) for f in forms]
         if orders != [(0, 0), (1, 1)]:
             raise HarvestError(
-                f"{show(forms[0].sown.names[:1])} is sown in the Julia function {forms[0].function!r}, under "
+                f"{show(forms[0].spots[0].name)} is sown in the Julia function {forms[0].function!r}, under "
                 f"transformations of jax's that leave {len(forms)} derivatives of one call and not what "
                 f"they belong to. Use those of pybridge.harvest (grad, jvp, vmap)."
             )
@@ -188,15 +189,15 @@ class JuliaForm:
             for i, struct in enumerate(leaves):
                 yield Spot(
                     id=(f"={name}", f"{i}"),
-                    name=(name,),
+                    name=(*self.function.scope, name),
                     uid=self.sown.uids[name],
                     leaf=i,
                     tree=tree,
                     mode="strict",
                     where=f"the Julia function {self.function!r}",
-                    shape=struct.shape,
+                    shape=(*self.params["sizes"], *struct.shape),
                     dtype=struct.dtype,
-                    steps=(("julia", ""),),
+                    steps=(("julia", ""), *[("vmap", "")] * len(self.params["sizes"])),
                     blind="" if _moves(self.sown.structs[name]) else "it holds integers",
                     dead=not self.sown.influential[name],
                 )
@@ -204,7 +205,7 @@ class JuliaForm:
     def call(self, invals, ask):
         if ask.plants:
             raise HarvestError(
-                f"plant: {show(self.sown.names[:1])} is sown in the Julia function {self.function!r}, and "
+                f"plant: {show(next(iter(self.base.values())).name)} is sown in the Julia function {self.function!r}, and "
                 f"nothing can be planted there. Pass the value to the function as an argument."
             )
         if not ask.want and not ask.eps:
@@ -214,20 +215,42 @@ class JuliaForm:
             return run_eqn(self.eqn.replace(params=quiet), invals), {}
         p = self.params
         z, slots = jets.split(invals, open=p["open"], zflags=p["zflags"], sflags=p["sflags"])
-        run = self._call
-        if p["open"] > 0:
-            run = self._reversed(run, slots[0], any("c" in i for i in ask.want))
-        for j in range(1, self.n + 1):
-            if j != p["open"]:
-                run = self._along(run, slots[j])
-        outs, vals = run(z, ask.eps)
-        if p["open"] == 0:
-            outs = [y for y, flags in zip(outs, p["sflags"][0]) if flags is not None]
-        return outs, {i: vals[i] for i in ask.want}
+        read = any("c" in i for i in ask.want)
+
+        def whole(z, slots, eps):
+            run = self._call
+            if p["open"] > 0:
+                run = self._reversed(run, slots[0], read)
+            for j in range(1, self.n + 1):
+                if j != p["open"]:
+                    run = self._along(run, slots[j])
+            outs, vals = run(z, eps)
+            if p["open"] == 0:
+                outs = [y for y, flags in zip(outs, p["sflags"][0]) if flags is not None]
+            return outs, {i: vals[i] for i in ask.want}
+
+        for level in reversed(range(len(p["sizes"]))):
+            whole = self._mapped(whole, level)
+        return whole(z, slots, ask.eps)
+
+    def _mapped(self, whole, level):
+        """One level of jax.vmap: operands, results and values have its axis first, if at all."""
+        p = self.params
+        axis = lambda spec: [None if not (flags and flags[level]) else 0 for flags in spec]
+        slots = [None if j == p["open"] else axis(spec) for j, spec in enumerate(p["sflags"])]
+        every = jax.vmap(whole, in_axes=(axis(p["zflags"]), slots, 0), axis_size=p["sizes"][level])
+        shared = [not flags[level] for flags in p["sflags"][p["open"]] if flags is not None]
+
+        def run(*args):
+            outs, vals = every(*args)
+            return [jnp.sum(y, 0) if s else y for y, s in zip(outs, shared)], vals
+
+        return run
 
     def _zeros(self):
+        levels = len(self.params["sizes"])
         return {
-            i: jnp.zeros(s.shape, s.dtype)
+            i: jnp.zeros(s.shape[levels:], s.dtype)
             for i, s in self.base.items()
             if s.moves and not s.blind and not s.dead
         }

@@ -7,9 +7,10 @@ uses, whose tangent jax.linearize drops as dead code.
 import jax
 import jax.numpy as jnp
 
+from .calls import sow_again
 from .forms import Ask
 from .levels import living
-from .primitive import Session, sow_p
+from .primitive import Session
 from .program import Program
 
 
@@ -45,7 +46,7 @@ def linearize(fun, *primals, has_aux=False):
         return (outs[:n_out], live), (outs[n_out:], vals)
 
     (outs, _), push, (aux, vals) = jax.linearize(form, *operands, has_aux=True)
-    _sow_again(outputs, vals, "p")
+    _sow_outputs(outputs, vals, "p")
 
     def lin(*tangents):
         leaves, tree = jax.tree.flatten(tangents)
@@ -55,25 +56,15 @@ def linearize(fun, *primals, has_aux=False):
                 f"{operand_tree}, as the primals"
             )
         douts, dvals = push(*leaves)
-        _sow_again(outputs, dvals, "t")
+        _sow_outputs(outputs, dvals, "t")
         return jax.tree.unflatten(flat.out_tree, douts)
 
     out = jax.tree.unflatten(flat.out_tree, outs)
     return (out, lin, jax.tree.unflatten(flat.aux_tree, aux)) if has_aux else (out, lin)
 
 
-def _sow_again(spots, vals, letter):
+def _sow_outputs(spots, vals, letter):
     """Sow values that are outputs of a transformed function, under their own names."""
     for s in spots:
-        if s.id[1:] not in vals:
-            continue
-        sow_p.bind(
-            vals[s.id[1:]],
-            path=s.name,
-            uid=s.uid,
-            leaves=(s.leaf,),
-            tree=s.tree,
-            mode=s.mode,
-            where=s.where,
-            steps=(("diff", letter),),
-        )
+        if s.id[1:] in vals:
+            sow_again(s, vals[s.id[1:]], (("diff", letter),))

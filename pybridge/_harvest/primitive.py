@@ -90,13 +90,18 @@ def path_of(name, argument="name"):
     if (
         isinstance(name, tuple)
         and name
-        and all(isinstance(n, (str, int)) and n != "" for n in name)
+        and all(isinstance(n, (str, int, np.integer)) and n != "" for n in name)
+        and not any(isinstance(n, bool) for n in name)  # True is 1 where names are compared
     ):
-        return name
+        return tuple(n if isinstance(n, str) else int(n) for n in name)
     raise HarvestError(
         f"{argument} is {name!r}; accepted: a non-empty string, or a non-empty tuple of strings and "
         f'integers such as ("layer", 3). Pass one of these.'
     )
+
+
+def is_array(x):
+    return isinstance(x, (jax.Array, np.ndarray))
 
 
 def show(path):

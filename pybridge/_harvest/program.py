@@ -13,14 +13,10 @@ from jax.interpreters import partial_eval as pe
 from .equation import level_p
 from .forms import Ask, form_of
 from .levels import holds
-from .primitive import RULE_NOTE, Call, HarvestError, active, show, subjaxprs
+from .primitive import RULE_NOTE, Call, HarvestError, active, is_array, show, subjaxprs
 from .wrappers import Flat
 
 _HELD = object()  # a constant that belonged to a trace
-
-
-def is_array(x):
-    return isinstance(x, (jax.Array, np.ndarray))
 
 
 def is_number(x):

@@ -10,7 +10,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from .equation import bind_traced
 from .levels import Forward, Jvp, Reverse, Vmap, unmapped
@@ -67,11 +66,12 @@ def _differentiation(
     by_jax = by_jax or {"jacfwd": jax.jacfwd, "jacrev": jax.jacrev}[label]
     options = {} if label == "jacfwd" else {"allow_int": allow_int}
     options |= {"reduce_axes": reduce_axes} if reduce_axes else {}
+    one = hasattr(argnums, "__index__")
     plain = by_jax(fun, argnums, has_aux=has_aux, holomorphic=holomorphic, **options)
 
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
-        nums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        nums = (argnums,) if one else tuple(argnums)
         if (
             active.value is None
             or reduce_axes
@@ -79,7 +79,7 @@ def _differentiation(
         ):
             return plain(*args, **kwargs)
         nums = tuple(n % len(args) for n in nums)
-        chosen = args[nums[0]] if isinstance(argnums, int) else tuple(args[n] for n in nums)
+        chosen = args[nums[0]] if one else tuple(args[n] for n in nums)
         leaves, tree = jax.tree.flatten(chosen)
         if not _arrays(leaves) or not (allow_int or all(map(_is_inexact, leaves))):
             return plain(*args, **kwargs)
@@ -87,7 +87,7 @@ def _differentiation(
 
         def on_chosen(chosen):
             full = list(args)
-            for n, x in zip(nums, (chosen,) if isinstance(argnums, int) else chosen):
+            for n, x in zip(nums, (chosen,) if one else chosen):
                 full[n] = x
             return fun(*full, **kwargs)
 
@@ -277,7 +277,3 @@ def _sow_axis(out_axes, sow_axes):
             f"accepted: one axis for all outputs, or sow_axes. Give vmap(..., sow_axes=<integer>)."
         )
     return found.pop()
-
-
-jit = jax.jit
-scan = lax.scan
