@@ -133,7 +133,9 @@ def nested_jacobian(h, x, ps=None, *, engine=None):
     _, h = resolve(h, engine, "h")
     args = _arguments(x, ps)
     _check_differentiable(x, "x")
+    _check_real(x, "the Jacobian")
     out = jax.eval_shape(h, *args)
+    _check_result(out, h)
     size = lambda tree: sum(np.size(leaf) for leaf in jax.tree.leaves(tree))
     by = _transformations()
     jacobian = by.jacfwd if size(x) <= size(out) else by.jacrev
@@ -158,11 +160,7 @@ def laplacian(loss, x, ps=None, *, engine=None):
     engine, loss = resolve(loss, engine)
     args = _arguments(x, ps)
     _check_differentiable(x, "x")
-    if any(jnp.issubdtype(_dtype(leaf), np.complexfloating) for leaf in jax.tree.leaves(x)):
-        raise TypeError(
-            "x is complex, and the Laplacian of a function of complex numbers is not defined here. "
-            "Pass real and imaginary parts as two float arrays."
-        )
+    _check_real(x, "the Laplacian")
     basis, count = _basis(x)
     by = _transformations()
     if engine is not None and not _sows(by, loss, args):
@@ -220,6 +218,8 @@ def custom_vjp(f):
 
 
 # ---- the two engines -----------------------------------------------------------------------------
+
+
 def _transformations():
     """JAX's; at work inside ``reap`` or ``plant``, harvest's, which are JAX's where nothing is sown."""
     harvest = sys.modules.get("pybridge.harvest")  # who has not imported it sows nothing
@@ -229,8 +229,6 @@ def _transformations():
 def _sows(by, loss, args):
     """Whether a Julia loss sows, and somebody reaps: what is in its forms has no Jacobians."""
     return by is not jax and by.sows(loss, args)
-
-
 
 
 def _value_and_grad(loss, x, ps, engine, argnums, has_aux, value):
@@ -305,7 +303,22 @@ def _mixed(loss, x, v, ps, engine, parameters):
 
 
 def _arguments(x, ps):
-    return (x,) if ps is None else (x, ps)
+    args = (x,) if ps is None else (x, ps)
+    for argument, tree in zip(("x", "ps"), args):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            _check_leaf(argument + jax.tree_util.keystr(path), leaf)
+    return args
+
+
+def _check_leaf(name, leaf):
+    try:
+        jax.typeof(leaf)
+    except (TypeError, OverflowError) as error:
+        kind = f"dtype {leaf.dtype}" if hasattr(leaf, "dtype") else f"type {type(leaf).__name__}"
+        raise TypeError(
+            f"{name} is of {kind}, which is no JAX value; accepted are numeric arrays, numbers and "
+            "None. Put text and objects into a closure; make numbers an array of a JAX dtype."
+        ) from error
 
 
 def _wanted(argnums, count):
@@ -314,7 +327,10 @@ def _wanted(argnums, count):
         if not isinstance(i, (int, np.integer)) or isinstance(i, bool) or not -count <= i < count:
             what = "(x, ps)" if count == 2 else "(x,): ps is None"
             raise ValueError(f"argnums={argnums!r}: accepted are positions in {what}.")
-    return [int(i) % count for i in given]
+    positions = [int(i) % count for i in given]
+    if not positions or len(set(positions)) < len(positions):
+        raise ValueError(f"argnums={argnums!r}: name at least one position, and none twice.")
+    return positions
 
 
 def _dtype(leaf):
@@ -328,22 +344,6 @@ def _is_float(leaf):
     return jax.dtypes.issubdtype(_dtype(leaf), np.inexact)
 
 
-def _check_differentiable(tree, argument, integers=False):
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    if not leaves:
-        raise ValueError(
-            f"{argument} has no leaves, so there is nothing to differentiate; it is {tree!r}."
-        )
-    for path, leaf in leaves:
-        name = argument + jax.tree_util.keystr(path)
-        if not hasattr(leaf, "dtype") and not isinstance(leaf, (bool, int, float, complex)):
-            raise TypeError(
-                f"{name} is of type {type(leaf).__name__}; accepted are arrays and numbers. "
-                "Put what is not an array into a closure."
-            )
-        if not _is_float(leaf):
-            if integers:
-                continue
 def _floats(tree):
     """The tree with None at every leaf that is not a float."""
     return jax.tree.map(lambda leaf: leaf if _is_float(leaf) else None, tree)
@@ -355,6 +355,17 @@ def _merge(floats, tree):
     return jax.tree.map(lambda leaf: next(new) if _is_float(leaf) else leaf, tree)
 
 
+def _check_differentiable(tree, argument, integers=False):
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    if not leaves:
+        raise ValueError(
+            f"{argument} has no leaves, so there is nothing to differentiate; it is {tree!r}."
+        )
+    for path, leaf in leaves:
+        name = argument + jax.tree_util.keystr(path)
+        if not _is_float(leaf):
+            if integers:
+                continue
             raise TypeError(
                 f"{name} has dtype {_dtype(leaf)}, which has no derivative; accepted are floats. "
                 f"Cast it (jnp.asarray(value, jnp.float32)), or move it into ps, which may hold it."
@@ -372,12 +383,13 @@ def _check_direction(x, v):
 
     def check(path, leaf, direction):
         name = "v" + jax.tree_util.keystr(path)
+        _check_leaf(name, direction)
         if np.shape(leaf) != np.shape(direction):
             raise ValueError(
                 f"{name} has shape {np.shape(direction)}; x there has shape {np.shape(leaf)}."
             )
-        if not (hasattr(direction, "dtype") or isinstance(direction, (int, float, complex))):
-            raise TypeError(f"{name} is of type {type(direction).__name__}; accepted are arrays.")
+        if not jnp.issubdtype(_dtype(direction), np.number):
+            raise TypeError(f"{name} has dtype {_dtype(direction)}; accepted are numbers.")
         if jnp.issubdtype(_dtype(direction), np.complexfloating) and not jnp.issubdtype(
             _dtype(leaf), np.complexfloating
         ):
@@ -385,6 +397,27 @@ def _check_direction(x, v):
         return jnp.asarray(direction, _dtype(leaf))
 
     return jax.tree_util.tree_map_with_path(check, x, v)
+
+
+def _check_real(x, what):
+    if any(jnp.issubdtype(_dtype(leaf), np.complexfloating) for leaf in jax.tree.leaves(x)):
+        raise TypeError(
+            f"x is complex, and {what} of a function of complex numbers is not defined here. "
+            "Pass real and imaginary parts as two float arrays."
+        )
+
+
+def _check_result(out, h):
+    name = getattr(h, "__name__", type(h).__name__)
+    leaves = jax.tree_util.tree_leaves_with_path(out)
+    if not leaves:
+        raise TypeError(f"h {name!r} must return float arrays; it returned {out!r}.")
+    for path, leaf in leaves:
+        if not jax.dtypes.issubdtype(leaf.dtype, np.floating):
+            raise TypeError(
+                f"h {name!r} must return float arrays; its result{jax.tree_util.keystr(path)} has "
+                f"dtype {leaf.dtype}, which has no derivative. Return it from another function."
+            )
 
 
 def _scalar(loss, has_aux=False):
