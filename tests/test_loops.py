@@ -6,6 +6,7 @@ differences where the loop itself is what is in question.
 
 import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -298,7 +299,6 @@ def test_closures_over_tracers_used_by_body_and_cond(keeping):
 
 
 def test_closure_over_a_module():
-    eqx = pytest.importorskip("equinox")
     net = eqx.nn.MLP(2, 2, 8, 1, key=jax.random.key(0))
     x = jnp.array([0.3, -0.1])
 

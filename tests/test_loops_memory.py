@@ -89,13 +89,44 @@ def test_chunks_to_second_order_and_under_vmap(monkeypatch):
     close(jax.jit(jax.vmap(each))(xs, steps), jax.tree.map(lambda *v: jnp.stack(v), *theirs))
 
 
-def test_chunks_are_chosen_for_large_weights_alone():
-    def dots(size):
-        w, x = jnp.ones((size, size)), jnp.ones(size)
-        jaxpr = jax.jit(jax.grad(loss(40, 70))).trace(w, x).jaxpr
-        return str(jaxpr).count("cond[")
+@pytest.fixture
+def ring(monkeypatch):
+    """The ring, which serves large weights, with weights that are cheap enough for a test."""
+    monkeypatch.setattr(chunks, "heavy", lambda _: 0)
+    monkeypatch.setattr(saving, "FREE_BYTES", -1)
+    saving._keep.cache_clear()
+    yield
+    saving._keep.cache_clear()
 
-    assert dots(512) > dots(4) == 0
+
+def test_chunks_and_the_ring_are_for_large_weights_alone():
+    text = lambda w, x: str(jax.jit(jax.grad(loss(40, 70))).trace(w, x).jaxpr)
+    large, small = (text(jnp.ones((n, n)), jnp.ones(n)) for n in (512, 4))
+    assert "any_lane" in large
+    assert "any_lane" not in small
+    assert "any_lane" not in str(
+        jax.jit(jax.grad(loss(8, 32))).trace(jnp.ones((512, 512)), jnp.ones(512)).jaxpr
+    )
+
+
+@pytest.mark.parametrize("steps", [0, 1, 31, 32, 33, 64, 70])
+def test_the_last_steps_find_their_residuals_in_a_ring(steps, ring):
+    assert "any_lane" in str(jax.make_jaxpr(jax.grad(loss(steps, 70)))(W, X))
+    close(gradients(loss(steps, 70)), gradients(plain(steps)))
+
+
+def test_the_ring_to_second_order_and_under_vmap(ring):
+    close(hvp(loss(35, 70)), hvp(plain(35)), 1e-10)
+    twice = lambda fun: jax.jit(jax.jacrev(jax.grad(fun, 1), 1))(W, X)
+    close(twice(loss(35, 70)), twice(plain(35)), 1e-10)
+    # Lanes whose last chunks are not the same.
+    xs, steps = jnp.stack([X, X * 0.5, -X, X]), (40, 70, 33, 0)
+    each = lambda x, n: jax.grad(loss(n, 70), (0, 1))(W, x)
+    theirs = [jax.grad(plain(n), (0, 1))(W, x) for x, n in zip(xs, steps)]
+    ours = jax.jit(jax.vmap(each))(xs, jnp.array(steps))
+    close(ours, jax.tree.map(lambda *v: jnp.stack(v), *theirs))
+    whole = lambda w: jnp.sum(jax.vmap(lambda x, n: loss(n, 70)(w, x))(xs, jnp.array(steps)))
+    close(jax.jit(jax.grad(whole))(W), jnp.sum(ours[0], 0))
 
 
 # ---- the schedule ----
@@ -240,6 +271,15 @@ def test_memory_does_not_grow_with_the_bound_beyond_the_budget():
     sizes = [temporary_bytes(jax.grad(big(5, m)), y) for m in (1_000, 10_000, 1_000_000)]
     assert max(sizes) < 1.1 * min(sizes)
     assert max(sizes) < 2 * saving.BUDGET_BYTES
+
+
+def test_the_budget_is_that_of_all_lanes():
+    """vmap(grad) linearises one lane, and then each lane keeps what that plans."""
+    xs = jnp.ones((64, 2**10))
+    each = jax.grad(big(5, 1_000))
+    assert temporary_bytes(jax.vmap(each), xs) < 3 * saving.BUDGET_BYTES
+    assert temporary_bytes(jax.vmap(jax.vmap(each)), xs.reshape(8, 8, -1)) < 3 * saving.BUDGET_BYTES
+    close(jax.jit(jax.vmap(each))(xs[:2]), jnp.stack([each(x) for x in xs[:2]]))
 
 
 def test_constants_are_never_rows():

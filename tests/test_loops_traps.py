@@ -197,6 +197,40 @@ def test_rows_past_the_stop_are_zero_and_have_no_gradient():
     close(both, jnp.array([1 / 5 + 0.5 / 2 + 0.25 / 0.5, 0.0]))
 
 
+def test_rows_that_are_read_by_lanes_that_find_their_length():
+    """The loop behind the functions also reads rows; a stopped lane must not read on."""
+    from pybridge._loops import primitive, steps
+
+    x64, at = jnp.float64(0), jnp.int32(0)
+    cond = steps.trace(lambda n, i, x: [i < n], [jax.typeof(v) for v in (at, at, x64)])
+    step = lambda w, i, x, row: [i + jnp.int32(1), x + jnp.sqrt(w * row), x]
+    step = steps.trace(step, [jax.typeof(v) for v in (x64, at, x64, x64)])
+
+    def run(w, n, x, rows):
+        return primitive.bind(
+            [n],
+            [w],
+            [at, x],
+            [rows],
+            cond=cond,
+            step=step,
+            bound=4,
+            reverse=False,
+            checkpoints="auto",
+        )[2]
+
+    # Past a lane's stop there are rows whose square root is NaN.
+    rows = jnp.array([[1.0, 4.0, -1.0, -1.0], [9.0, -1.0, -1.0, -1.0], [-1.0] * 4])
+    args = jnp.float64(4.0), jnp.array([2, 1, 0], jnp.int32), jnp.array([0.5, 1.0, 2.0]), rows
+    many = jax.vmap(run, (None, 0, 0, 0))
+    close(many(*args), jnp.array([0.5 + 2 + 4, 1.0 + 6, 2.0]))
+    grads = jax.grad(lambda *args: jnp.sum(many(*args)), (0, 2, 3))(*args[:1], *args[1:])
+    close(grads[0], (1 + 2 + 3) / (2 * 2.0))
+    close(grads[1], jnp.ones(3))
+    close(grads[2][0], jnp.array([1.0, 0.5, 0.0, 0.0]))
+    close(grads[2][1:], jnp.array([[1 / 3, 0, 0, 0], [0.0] * 4]))
+
+
 # ---- the limit ----
 
 

@@ -11,14 +11,42 @@ inside the step, which differentiation then sees like any other operation.
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
 
 from pybridge._loops import steps
+from pybridge._loops.primitive import bind
 from pybridge._loops.steps import split
 
+# ---- a question to all lanes ----
 
-def batch(bind, axis, operands, dims, *, cond, step, bound, reverse, checkpoints, counts):
-    """The batching rule; ``bind`` binds the loop."""
+any_lane_p = Primitive("any_lane")
+
+
+def any_lane(flag):
+    """Whether a flag is set here, or under ``vmap`` in any lane: one answer for all of them, so that a
+    branch on it remains a branch."""
+    return any_lane_p.bind(flag)
+
+
+any_lane_p.def_impl(lambda flag: flag)
+any_lane_p.def_abstract_eval(lambda flag: flag)
+mlir.register_lowering(any_lane_p, lambda _, flag: [flag])
+ad.defjvp(any_lane_p, None)  # a boolean has no tangent
+
+
+def _any_lane_of_a_batch(args, dims):
+    return any_lane(jnp.any(args[0], axis=dims[0])), None
+
+
+batching.primitive_batchers[any_lane_p] = _any_lane_of_a_batch
+
+
+# ---- the rules ----
+
+
+def batch(axis, operands, dims, *, cond, step, bound, reverse, checkpoints, counts):
+    """The batching rule of the loop."""
     n_control, n_consts, n_carry = counts
     batched = [d is not None for d in dims]
     b_control, b_consts, b_carry, b_xs = split(batched, *counts)
@@ -29,6 +57,7 @@ def batch(bind, axis, operands, dims, *, cond, step, bound, reverse, checkpoints
         (stop_differs,) = steps.depends(cond, b_control + b_carry)
     if stop_differs:
         b_carry = [True] * n_carry
+        b_xs = [True] * len(b_xs) if cond is not None else b_xs
     else:
         b_carry = _fixed_point(step, b_consts, b_carry, b_xs)
     b_ys = steps.depends(step, b_consts + b_carry + b_xs)[n_carry:]
@@ -53,12 +82,10 @@ def batch(bind, axis, operands, dims, *, cond, step, bound, reverse, checkpoints
         outs = bind(control, consts, carry, xs, cond=many_cond, step=many, **shared)
         return outs, [None] * int(cond is not None) + carry_dims + y_dims
     if cond is None:
-        outs = _given_lengths(bind, control[0], consts, carry, xs, many, b_consts, b_xs, **shared)
+        outs = _given_lengths(control[0], consts, carry, xs, many, b_consts, b_xs, **shared)
         return outs, carry_dims + y_dims
-    if xs:
-        raise NotImplementedError("vmap of a loop that finds its own length and reads rows")
     many_cond = steps.mapped(cond, axis, tuple(b_control + b_carry), (True,))
-    outs = _found_lengths(bind, control, consts, carry, many_cond, many, b_consts, **shared)
+    outs = _found_lengths(control, consts, carry, xs, many_cond, many, b_consts, **shared)
     return outs, [0, *carry_dims, *y_dims]
 
 
@@ -143,34 +170,37 @@ def _borrow(mask, x, lane):
     return _where(mask, x, jnp.broadcast_to(other, x.shape))
 
 
-def _found_lengths(bind, control, consts, carry, cond, step, b_consts, **shared):
-    """Lanes with a predicate each. A stopped lane is handed its own start, on which its step was
-    evaluated for its first step; one that never starts borrows consts and start of one that does.
+def _found_lengths(control, consts, carry, xs, cond, step, b_consts, **shared):
+    """Lanes with a predicate each. A stopped lane is handed its own start and first row, on which its
+    step was evaluated for its first step; one that never starts borrows them, and its consts, of one
+    that does.
     """
     alive = jaxpr_as_fun(cond)(*control, *carry)[0]
     lane = jnp.argmax(alive)
     consts = [_borrow(alive, c, lane) if b else c for c, b in zip(consts, b_consts)]
-    safe = [lax.stop_gradient(_borrow(alive, x, lane)) for x in carry]
+    first_rows = [x[-1 if shared["reverse"] else 0] for x in xs]
+    safe = [lax.stop_gradient(_borrow(alive, x, lane)) for x in [*carry, *first_rows]]
     taken = jnp.zeros(alive.shape, jnp.int32)
-    n = len(control), len(consts), len(carry)
+    n = len(control), len(consts), len(safe), len(carry)
 
     def masked(*args):
-        control, consts, safe, (alive, taken), carry = split(args, n[0], n[1], n[2], 2)
-        inside = [_where(alive, x, s) for x, s in zip(carry, safe)]
-        after, y = split(jaxpr_as_fun(step)(*consts, *inside), n[2])
+        control, consts, safe, (alive, taken), carry, x = split(args, *n[:3], 2, n[3])
+        inside = [_where(alive, v, s) for v, s in zip([*carry, *x], safe)]
+        after, y = split(jaxpr_as_fun(step)(*consts, *inside), n[3])
         after = [_where(alive, a, x) for a, x in zip(after, carry)]
         (more,) = jaxpr_as_fun(cond)(*control, *after)
         return [alive & more, taken + alive.astype(jnp.int32), *after, *y]
 
     operands = [*control, *consts, *safe], [alive, taken, *carry]
     avals = [[jax.typeof(x) for x in group] for group in operands]
-    masked = steps.trace(masked, avals[0] + avals[1])
+    rows = [a.update(shape=a.shape[1:]) for a in map(jax.typeof, xs)]
+    masked = steps.trace(masked, avals[0] + avals[1] + rows)
     any_alive = steps.trace(lambda alive, *_: jnp.any(alive), avals[1])
-    _, _, taken, *outs = bind([], *operands, [], cond=any_alive, step=masked, **shared)
+    _, _, taken, *outs = bind([], *operands, xs, cond=any_alive, step=masked, **shared)
     return [taken, *outs]
 
 
-def _given_lengths(bind, lengths, consts, carry, xs, step, b_consts, b_xs, **shared):
+def _given_lengths(lengths, consts, carry, xs, step, b_consts, b_xs, **shared):
     """Lanes with a length each. A lane outside its rows is handed consts, carry and row of one that
     is inside, so that the three belong together."""
     reverse = shared["reverse"]

@@ -1,10 +1,13 @@
 """What the forward pass of a loop keeps for its linear part, and within which memory.
 
 Linearising a loop splits its step into what is known and what is linear in the unknowns. Between
-the two stand residuals, and there are three ways to hand them over:
+the two stand residuals, and there are four ways to hand them over:
 
 - *residuals*: each step's residuals are saved as rows, and nothing is computed twice;
 - *states*: each step's carry is saved, and the linear loop computes the residuals from it again;
+- *states and the last residuals*: the same, but the last steps hand over their residuals too, from a
+  ring. That is for large constants, which computing residuals reads once more: a short loop then
+  reads them no more often than it must, and for a long one ``chunks`` does it many steps at a time;
 - *checkpoints*: only the start is handed over, and the linear part is a fold along the trajectory,
   which it computes again (see ``trajectory``).
 
@@ -21,9 +24,13 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from pybridge._loops import steps, trajectory
+from pybridge._loops import chunks, lanes, steps, trajectory
+from pybridge._loops.primitive import bind
 from pybridge._loops.steps import invert, merge, select, split
 
 # Rows are filled by XLA before the loop starts, for the whole bound. Up to this many bytes that
@@ -69,8 +76,8 @@ class Halved(NamedTuple):
         return self.n[1] + len(self.u_ys) - sum(self.u_ys)
 
 
-def plan(bind, unknown, *, cond, step, bound, reverse, checkpoints, counts):
-    """How to split the loop, or None where it stays whole; ``bind`` binds a loop."""
+def plan(unknown, *, cond, step, bound, reverse, checkpoints, counts, copies=1):
+    """How to split the loop, or None where it stays whole; ``copies`` of it share the budget."""
     u_control, u_consts, u_start, u_xs = split(unknown, *counts)
     if any(u_control) or not any(unknown) or checkpoints == "unsaved":
         return None
@@ -89,14 +96,15 @@ def plan(bind, unknown, *, cond, step, bound, reverse, checkpoints, counts):
     loop = Halved(halves, u_consts, u_start, u_carry, u_xs, u_ys, cond is not None)
     k_cond = cond and steps.restrict(cond, (True,) * counts[0] + tuple(invert(u_carry)), (True,))
     shared = {"bound": bound, "reverse": reverse, "checkpoints": checkpoints}
-    keeping = _keep(halves.known, loop.n, loop.n_out, 1 if bound is None else bound)
-    slots = None if bound is None else _slots(loop, keeping, bound, checkpoints)
+    moving = _bytes(select(u_consts, step.in_avals[: counts[1]]))
+    keeping = _keep(loop.halves, loop.n, loop.n_out, 1 if bound is None else bound, moving)
+    slots = None if bound is None else _slots(loop, keeping, bound, checkpoints, copies)
     if bound is None:
-        known, unknown = _unsaved(bind, loop, keeping, cond, k_cond, step, shared)
+        known, unknown = _unsaved(loop, keeping, cond, k_cond, step, shared)
     elif slots is None:
-        known, unknown = _rows(bind, loop, keeping, k_cond, shared)
+        known, unknown = _rows(loop, keeping, k_cond, shared)
     else:
-        known, unknown = _trajectory(bind, loop, keeping, k_cond, shared, slots)
+        known, unknown = _trajectory(loop, keeping, k_cond, shared, slots)
 
     def run_known(operands):
         operands = iter(operands)
@@ -118,41 +126,63 @@ def plan(bind, unknown, *, cond, step, bound, reverse, checkpoints, counts):
     return Plan([False] * loop.has_cond + u_carry + u_ys, run_known, run_unknown)
 
 
-def _run(bind, loop, control, consts, carry, xs, cond, step, shared):
-    """The known loop: its results, further rows, and its length."""
+def _run(loop, control, consts, carry, xs, cond, step, shared):
+    """The known loop: its results and its length."""
     outs = bind(control, consts, carry, xs, cond=cond, step=step, **shared)
-    outs, rows = split(outs, int(loop.has_cond) + loop.n_out)
-    return outs, rows, outs[0] if loop.has_cond else control[0]
+    return outs, outs[0] if loop.has_cond else control[0]
 
 
-# ---- the three ways ----
+# ---- the ways ----
 
 
-def _rows(bind, loop, keeping, cond, shared):
+def _rows(loop, keeping, cond, shared):
     """By residuals or by states: rows of either."""
     first = _known_step(loop.halves.known, keeping, loop.n, loop.n_out)
     second = _linear_step(loop, keeping)
-    sizes = (1, len(keeping.fixed.out_avals), sum(keeping.consts), keeping.n_rows)
+    ring = [loop.halves.known.out_avals[loop.n_out + i] for i in keeping.recent]
+    sizes = (1, len(keeping.fixed.out_avals), sum(keeping.consts), len(ring), keeping.n_rows)
+    if ring:
+        cond = cond and steps.ignoring(cond, tuple(_ring_avals(ring)))
 
     def known(control, consts, carry, xs):
-        outs, rows, length = _run(bind, loop, control, consts, carry, xs, cond, first, shared)
+        start = [jnp.zeros(a.shape, a.dtype) for a in _ring_avals(ring)]
+        outs = bind(control, consts, [*carry, *start], xs, cond=cond, step=first, **shared)
+        head, carry, _, ring_out, ys, rows = split(
+            outs,
+            int(loop.has_cond),
+            loop.n[1],
+            min(1, len(ring)),
+            len(ring),
+            loop.n_out - loop.n[1],
+        )
         fixed = jaxpr_as_fun(keeping.fixed)(*consts)
         again = select(keeping.consts, consts)
-        return outs, [length, *fixed, *again, *rows, *select(keeping.xs, xs)]
+        (length,) = head or control
+        handed = [length, *fixed, *again, *ring_out, *rows, *select(keeping.xs, xs)]
+        return [*head, *carry, *ys], handed
 
     def unknown(handed, u_consts, start, u_xs):
-        length, fixed, again, rows, xs = split(handed, *sizes)
+        (length,), fixed, again, ring, rows, xs = split(handed, *sizes)
         consts, xs = [*fixed, *again, *u_consts], [*rows, *xs, *u_xs]
-        return bind(length, consts, start, xs, cond=None, step=second, **shared)
+        if ring:
+            at = jnp.arange(shared["bound"], dtype=jnp.int32)
+            consts, xs = [length - chunks.CHUNK, *ring, *consts], [at, *xs]
+        return bind([length], consts, start, xs, cond=None, step=second, **shared)
 
     return known, unknown
 
 
-def _trajectory(bind, loop, keeping, cond, shared, slots):
+def _ring_avals(ring):
+    """The number of a step, and a row for each of the last steps."""
+    rows = [a.update(shape=(chunks.CHUNK, *a.shape)) for a in ring]
+    return [jax.core.ShapedArray((), jnp.int32), *rows] if ring else []
+
+
+def _trajectory(loop, keeping, cond, shared, slots):
     """By checkpoints: a fold that starts where the loop started."""
     n_consts, n_carry, _ = loop.n
     every = keeping._replace(
-        saved=(), states=tuple(range(n_carry)), consts=(True,) * n_consts, xs=()
+        saved=(), states=tuple(range(n_carry)), consts=(True,) * n_consts, xs=(), recent=()
     )
     first = _known_step(loop.halves.known, every._replace(states=()), loop.n, loop.n_out)
     second = _linear_step(loop, every)
@@ -170,7 +200,7 @@ def _trajectory(bind, loop, keeping, cond, shared, slots):
     fold, advance = steps.trace(fold, [*c, *x, *r]), steps.trace(advance, [*c, *x])
 
     def known(control, consts, carry, xs):
-        outs, _, length = _run(bind, loop, control, consts, carry, xs, cond, first, shared)
+        outs, length = _run(loop, control, consts, carry, xs, cond, first, shared)
         return outs, [length, *jaxpr_as_fun(every.fixed)(*consts), *consts, *carry]
 
     def unknown(handed, u_consts, start, _):
@@ -183,14 +213,14 @@ def _trajectory(bind, loop, keeping, cond, shared, slots):
     return known, unknown
 
 
-def _unsaved(bind, loop, keeping, cond, known_cond, step, shared):
+def _unsaved(loop, keeping, cond, known_cond, step, shared):
     """Without a bound nothing can be saved: the second part is the whole loop again. That serves
     forward mode; its transpose is an error."""
-    nothing = keeping._replace(saved=(), states=())
+    nothing = keeping._replace(saved=(), states=(), recent=())
     first = _known_step(loop.halves.known, nothing, loop.n, loop.n_out)
 
     def known(control, consts, carry, xs):
-        outs, _, _ = _run(bind, loop, control, consts, carry, xs, known_cond, first, shared)
+        outs, _ = _run(loop, control, consts, carry, xs, known_cond, first, shared)
         return outs, [*control, *consts, *carry]
 
     def unknown(handed, u_consts, start, _):
@@ -216,6 +246,7 @@ class Keeping(NamedTuple):
     states: tuple  # indices of the known carries that are saved as rows, ascending
     consts: tuple  # flags of the known consts that the linear step computes residuals from
     xs: tuple  # flags of the known rows that the linear step needs
+    recent: tuple = ()  # indices of the residuals that the last steps hand over in a ring
 
     @property
     def n_rows(self):
@@ -231,8 +262,10 @@ def _bytes(avals):
 
 
 @steps.remember
-def _keep(known, n, n_out, bound):
-    """By residuals or by states, whichever fills fewer bytes with rows."""
+def _keep(halves, n, n_out, bound, moving):
+    """By residuals or by states, whichever fills fewer bytes with rows; ``moving`` is the size of the
+    constants that are differentiated."""
+    known = halves.known
     n_consts, n_carry, n_xs = n
     variables = known.jaxpr.outvars[n_out:]
     place = {v: i for i, v in enumerate(known.jaxpr.invars)}
@@ -269,11 +302,18 @@ def _keep(known, n, n_out, bound):
         consts=tuple(a_consts),
         xs=tuple(a or b for a, b in zip(flags, a_xs)),
     )
-    state_bytes = by_states.row_bytes(known, n, n_out)
-    return by_residuals if residual_bytes <= state_bytes else by_states
+    if residual_bytes <= by_states.row_bytes(known, n, n_out):
+        return by_residuals
+    # The ring is worth its place beside cotangents of its size or more: under vmap a lane that has
+    # stopped holds on to it at every step.
+    read_again = _bytes(select(a_consts, known.in_avals[:n_consts]))
+    heavy = chunks.heavy(residual_bytes + _bytes(halves.unknown.out_avals))
+    if min(read_again, moving) < heavy or n_xs or n_out > n_carry or not chunks.is_plain(known):
+        return by_states
+    return by_residuals if bound <= chunks.CHUNK else by_states._replace(recent=saved)
 
 
-def _slots(loop, keeping, bound, checkpoints):
+def _slots(loop, keeping, bound, checkpoints, copies):
     """How many states a fold may keep, or None where rows for every step fit."""
     known = loop.halves.known
     if loop.u_xs or loop.u_ys or checkpoints == "all":
@@ -282,9 +322,10 @@ def _slots(loop, keeping, bound, checkpoints):
         return None if checkpoints >= bound else min(int(checkpoints), MOST_SLOTS)
     state = _bytes(known.in_avals[loop.n[0] :])
     filled = bound * keeping.row_bytes(known, loop.n, loop.n_out)
-    if filled <= max(BUDGET_BYTES, FEW_STATES * state):
+    budget = BUDGET_BYTES // copies
+    if filled <= max(budget, FEW_STATES * state):
         return None
-    return min(max(2, BUDGET_BYTES // max(1, state)), MOST_SLOTS)
+    return min(max(2, budget // max(1, state)), MOST_SLOTS)
 
 
 # ---- the steps of both loops ----
@@ -292,14 +333,22 @@ def _slots(loop, keeping, bound, checkpoints):
 
 @steps.remember
 def _known_step(known, keeping, n, n_out):
-    """The known half, with what it keeps as further ys."""
+    """The known half, with what it keeps as further ys, or in a ring as further carries."""
+    extra = _ring_avals([known.out_avals[n_out + i] for i in keeping.recent])
 
     def step(*args):
-        outs, residuals = split(jaxpr_as_fun(known)(*args), n_out)
-        carry = args[n[0] : n[0] + n[1]]
-        return [*outs, *(residuals[i] for i in keeping.saved), *(carry[j] for j in keeping.states)]
+        consts, carry, extra_in, xs = split(args, n[0], n[1], len(extra))
+        outs, residuals = split(jaxpr_as_fun(known)(*consts, *carry, *xs), n_out)
+        outs, ys = split(outs, n[1])
+        if extra:
+            i, *ring = extra_in
+            write = lambda b, r: lax.dynamic_update_index_in_dim(b, r, i % chunks.CHUNK, 0)
+            outs += [i + jnp.int32(1), *map(write, ring, (residuals[k] for k in keeping.recent))]
+        kept = [*(residuals[i] for i in keeping.saved), *(carry[j] for j in keeping.states)]
+        return [*outs, *ys, *kept]
 
-    return steps.trace(step, known.in_avals)
+    consts, carry, xs = split(known.in_avals, n[0], n[1])
+    return steps.trace(step, [*consts, *carry, *extra, *xs])
 
 
 def _linear_step(loop, keeping):
@@ -310,30 +359,41 @@ def _linear_step(loop, keeping):
 
 @steps.remember
 def _linear_step_of(halves, keeping, n, n_out, n_u_consts, n_u_carry):
-    """The unknown half on rows of what was kept; its consts are fixed, again, unknown."""
+    """The unknown half on rows of what was kept; its consts are fixed, again, unknown. With a ring,
+    the first of its steps and the ring come before them, and a step's number before the rows."""
     known, unknown = halves.known, halves.unknown
     k_consts, k_carry, k_xs = split(known.in_avals, n[0], n[1])
     _, u_avals = split(unknown.in_avals, len(keeping.source))
     u_consts, u_carry, u_xs = split(u_avals, n_u_consts, n_u_carry)
+    number, *ring = _ring_avals([known.out_avals[n_out + i] for i in keeping.recent]) or [None]
+    number = [number] if ring else []
     groups = [
+        number,
+        ring,
         keeping.fixed.out_avals,
         select(keeping.consts, k_consts),
         u_consts,
         u_carry,
+        number,
         [known.out_avals[n_out + i] for i in keeping.saved],
         [k_carry[j] for j in keeping.states],
         select(keeping.xs, k_xs),
         u_xs,
     ]
     computed = [kind == "saved" and not keeping.saved for kind, _ in keeping.source]
+    where = [i for c, (_, i) in zip(computed, keeping.source) if c]
     here = (*keeping.consts, *(j in keeping.states for j in range(n[1])), *keeping.xs)
 
     def step(*args):
-        fixed, consts, u_c, u_s, saved, states, xs, u_x = split(args, *map(len, groups[:-1]))
+        first, ring, fixed, consts, u_c, u_s, at, saved, states, xs, u_x = split(
+            args, *map(len, groups[:-1])
+        )
         again = iter(())
         if any(computed):
             part = steps.restrict(known, here, (False,) * n_out + tuple(computed))
-            again = iter(jaxpr_as_fun(part)(*consts, *states, *xs))
+            compute = lambda: jaxpr_as_fun(part)(*consts, *states, *xs)
+            again = compute() if not ring else _from_ring(first[0], at[0], ring, compute, where)
+            again = iter(again)
         pick = {
             "fixed": fixed,
             "saved": saved,
@@ -346,3 +406,12 @@ def _linear_step_of(halves, keeping, n, n_out, n_u_consts, n_u_carry):
         return jaxpr_as_fun(unknown)(*residuals, *u_c, *u_s, *u_x)
 
     return steps.trace(step, list(itertools.chain(*groups)))
+
+
+def _from_ring(first, at, ring, compute, where):
+    """Step ``at``'s residuals: from the ring, if the steps from ``first`` on are there. One answer for
+    all lanes, be they samples or the steps of a chunk, so that it stays a branch."""
+    read = lambda: [
+        lax.dynamic_index_in_dim(ring[i], at % chunks.CHUNK, keepdims=False) for i in where
+    ]
+    return lax.cond(lanes.any_lane(at < first), compute, read)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.api_util import debug_info
 from jax.extend import linear_util as lu
 from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
+from jax.interpreters import ad
 from jax.interpreters import partial_eval as pe
 
 remember = functools.lru_cache(2048)
@@ -122,6 +123,13 @@ def forwarded(closed):
 
 
 @remember
+def ignoring(closed, extra):
+    """The same function with further inputs, at the end, that it does not look at."""
+    n = len(closed.in_avals)
+    return trace(lambda *args: jaxpr_as_fun(closed)(*args[:n]), [*closed.in_avals, *extra])
+
+
+@remember
 def restrict(closed, ins, outs):
     """The step as a function of the flagged inputs alone, returning the flagged outputs alone.
 
@@ -151,6 +159,33 @@ def tangent(closed, active_in, active_out):
 
     tangents = [a.to_tangent_aval() for a in select(active_in, closed.in_avals)]
     return trace(dual, [*closed.in_avals, *tangents])
+
+
+@remember
+def dual_step(step, m_consts, m_carry, m_xs, m_ys):
+    """The tangent of the step with its operands sorted as (consts, carry, x) again."""
+    n = len(m_consts), len(m_carry), len(m_xs)
+    dual = tangent(step, m_consts + m_carry + m_xs, m_carry + m_ys)
+
+    def sorted_step(*args):
+        c, dc, s, ds, x, dx = split(args, n[0], sum(m_consts), n[1], sum(m_carry), n[2])
+        outs = jaxpr_as_fun(dual)(*c, *s, *x, *dc, *ds, *dx)
+        s, y, ds, dy = split(outs, n[1], len(m_ys), sum(m_carry))
+        return [*s, *ds, *y, *dy]
+
+    c, s, x, dc, ds, dx = split(dual.in_avals, *n, sum(m_consts), sum(m_carry))
+    return trace(sorted_step, [*c, *dc, *s, *ds, *x, *dx])
+
+
+def moves(t):
+    """Whether a tangent is there at all."""
+    return type(t) is not ad.Zero and jax.typeof(t).dtype != jax.dtypes.float0
+
+
+def dots_of(xs, dots, moving):
+    """The tangents of those that move, zeros where one starts at rest."""
+    zero = lambda x: ad.instantiate_zeros(ad.Zero(jax.typeof(x).to_tangent_aval()))
+    return [zero(x) if t is None else t for x, t, m in zip(xs, dots, moving) if m]
 
 
 class Halves(NamedTuple):

@@ -87,9 +87,15 @@ def _as_before(cond_fun, body_fun, cond, step):
     return cond, step
 
 
+def keeps_all(closed):
+    """Whether dead code stays, too: harvest's own once that is imported, for named values."""
+    del closed
+    return False
+
+
 def _drop_unused(closed, consts):
     """Without the leading inputs that nothing is computed from."""
-    if closed.effects:
+    if closed.effects or keeps_all(closed):
         return closed, consts
     everything = (True,) * len(closed.out_avals)
     used = steps.needs(closed, everything)[: len(consts)]

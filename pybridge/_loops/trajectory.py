@@ -143,7 +143,7 @@ fold_p.def_impl(lambda *operands, **params: _compiled(tuple(sorted(params.items(
 
 def _jvp(primals, tangents, *, advance, fold, bound, slots, reverse, counts):
     length, consts, x, r = _parts(primals, counts)
-    dots = [t if primitive.moves(t) else None for t in tangents]
+    dots = [t if steps.moves(t) else None for t in tangents]
     _, d_consts, d_x, d_r = split(dots, *counts)
     m_consts, m_x, m_r = ([t is not None for t in group] for group in (d_consts, d_x, d_r))
     m_x = _closure(advance, m_consts, m_x)
@@ -151,9 +151,9 @@ def _jvp(primals, tangents, *, advance, fold, bound, slots, reverse, counts):
     outs = bind(
         length,
         consts + select(m_consts, d_consts),
-        x + primitive.dots_of(x, d_x, m_x),
-        r + primitive.dots_of(r, d_r, m_r),
-        advance=primitive.dual_step(advance, tuple(m_consts), tuple(m_x), (), ()),
+        x + steps.dots_of(x, d_x, m_x),
+        r + steps.dots_of(r, d_r, m_r),
+        advance=steps.dual_step(advance, tuple(m_consts), tuple(m_x), (), ()),
         fold=_dual_fold(fold, tuple(m_consts), tuple(m_x), tuple(m_r)),
         bound=bound,
         slots=slots,
