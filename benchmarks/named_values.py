@@ -1,6 +1,6 @@
 """What a library gives of a named value, as a row of a table: each cell is found out by running it.
 
-    python benchmarks/named_values.py [pybridge | oryx | flax]
+    python benchmarks/named_values.py [pybridge | oryx | tesseract]
 
 Each library runs in an environment where it imports (oryx 0.2.9 needs jax 0.4.36, so not beside
 pybridge); only that and jax are needed. The function is f(x) = sin(x^3) with x^3 named. A cell says
@@ -8,13 +8,14 @@ what came out right of what was asked, and of the rest what happened.
 """
 
 import argparse
+import importlib.metadata
 import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-X = 3.0
+X = 2.0
 V = X**3
 COT, DCOT = math.cos(V), -math.sin(V)  # dy/dv, and its derivative in v
 
@@ -56,7 +57,7 @@ class Oryx:
         return self.lib.core.sow(x, tag="t", name=name, mode="clobber")
 
     def version(self):
-        return f"oryx {self.lib.__version__} (jax {jax.__version__})"
+        return f"oryx {importlib.metadata.version('oryx')} (jax {jax.__version__})"
 
     def values(self, f, x):
         return self.reap(f)(x)["x3"]
@@ -72,65 +73,45 @@ class Oryx:
         return found["x3"], None, None, None
 
 
-class Flax:
-    """``sow`` for values and ``perturb`` for cotangents, in a module made of the function."""
-
+class Tesseract:
     def __init__(self):
-        import flax
-        import flax.linen as nn
+        import tesseract_jax
 
-        class Module(nn.Module):
-            f: object
-
-            def __call__(self, x):
-                Flax.here = self
-                return self.f(x)
-
-        self.lib, self.module, self.grad, self.vmap = flax, Module, jax.grad, jax.vmap
-
-    def sow(self, x, name):
-        Flax.here.sow("intermediates", name, x)
-        return Flax.here.perturb(name, x)
-
-    def version(self):
-        return f"flax {self.lib.__version__} linen (jax {jax.__version__})"
-
-    def applied(self, f, x):
-        module = self.module(f)
-        zeros = jax.tree.map(jnp.zeros_like, module.init(jax.random.key(0), x)["perturbations"])
-        run = lambda x, eps: module.apply({"perturbations": eps}, x, mutable=["intermediates"])
-        return run, zeros
-
-    def values(self, f, x):
-        run, zeros = self.applied(f, x)
-        return run(x, zeros)[1]["intermediates"]["x3"][0]
-
-    def cotangent(self, f, x):
-        run, zeros = self.applied(f, x)
-        return jax.grad(lambda e: run(x, e)[0])(zeros)["x3"]
-
-    def tangent(self, f, x):
-        run, zeros = self.applied(f, x)
-        return jax.jvp(lambda x: run(x, zeros), (x,), (jnp.ones_like(x),))[1][1]["intermediates"][
-            "x3"
-        ][0]
-
-    def nested(self, f, x):
-        run, zeros = self.applied(f, x)
-        inner = lambda x, e: jax.grad(lambda x, d: run(x, d)[0], 1)(x, e)["x3"]
-        return (
-            self.values(f, x),
-            inner(x, zeros),
-            jax.grad(inner, 1)(x, zeros)["x3"] * 3 * x**2,
-            None,
+        self.lib, self.sow, self.grad, self.vmap = (
+            tesseract_jax,
+            tesseract_jax.sow,
+            jax.grad,
+            jax.vmap,
         )
 
+    def version(self):
+        return (
+            f"tesseract-jax {importlib.metadata.version('tesseract-jax')} (jax {jax.__version__})"
+        )
 
-LIBRARIES = {"pybridge": Pybridge, "oryx": Oryx, "flax": Flax}
+    def named(self, f, x):
+        return self.lib.save_intermediates(f)(x)[1]["x3"]
+
+    def values(self, f, x):
+        return self.named(f, x)["primal"]
+
+    def cotangent(self, f, x):
+        return self.named(jax.grad(f), x)["cotangent"]
+
+    def tangent(self, f, x):
+        return self.named(lambda x: jax.jvp(f, (x,), (jnp.ones_like(x),)), x)["tangent"]
+
+    def nested(self, f, x):
+        found = self.named(jax.grad(jax.grad(f)), x)
+        return found["primal"], found["cotangent"], None, None
+
+
+LIBRARIES = {"pybridge": Pybridge, "oryx": Oryx, "tesseract": Tesseract}
 
 
 def right(got, want):
-    return got is not None and jnp.allclose(jnp.asarray(got), jnp.asarray(want), rtol=1e-4)
+    got, want = jnp.asarray(jnp.nan if got is None else got), jnp.asarray(want)
+    return got.shape == want.shape and jnp.allclose(got, want, rtol=1e-4)
 
 
 def asked(call, *wants):
@@ -173,11 +154,9 @@ def constructs(lib):
 
 def row(lib):
     f = lambda x: jnp.sin(lib.sow(x**3, "x3"))
-    flow = {
-        k: asked(lambda g=g: jnp.ravel(lib.values(g, X)), V) for k, g in constructs(lib).items()
-    }
+    flow = {k: asked(lambda g=g: jnp.sum(lib.values(g, X)), V) for k, g in constructs(lib).items()}
     differentiated = {
-        k: asked(lambda g=g: jnp.ravel(lib.values(lib.grad(g), X)), V)
+        k: asked(lambda g=g: jnp.sum(lib.values(lib.grad(g), X)), V)
         for k, g in constructs(lib).items()
         if k != "while"
     }

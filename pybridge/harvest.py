@@ -144,7 +144,7 @@ def reap(fun, *, lazy=False, attributes=("value", "tangent", "cotangent")):
 
     Under JAX's own transformations, what is well defined is there: ``.value`` and ``.cotangent`` under
     jax.grad, ``.value`` and ``.tangent`` under jax.jvp, and under jax.vmap, which keeps its out_axes to
-    itself, the batch axis first (in a scan: first in each row). For the rest, and for two levels or
+    itself, the batch axis first (in a scan: first in each row, unless harvest.scan returns the values). For the rest, and for two levels or
     more, use those of this module.
 
     In lax.scan values are stacked; in lax.while_loop the last one counts, with ``.count``; in lax.cond
@@ -264,7 +264,7 @@ def plant(fun, values):
 
     ``plant(fun, {"x": v})(*args)`` runs ``fun`` with v wherever it sows "x". The result is a
     differentiable function of v: its gradient is the cotangent of "x". In a scan, give a row an
-    iteration; under vmap, the batch by the axis that reap gives; in a while_loop, one value for all
+    iteration, each of which the rows after it no longer follow; under vmap, the batch by the axis that reap gives; in a while_loop, one value for all
     iterations; for mode="append", a tuple or list with one value a sow.
 
     Args:

@@ -25,7 +25,14 @@ def unused_in_scan(x):
     return lax.scan(body, x, jnp.arange(1.0, 4.0))[0]
 
 
+def unused_in_bounded_loop(x):
+    w = x + 1  # feeds the named value alone
+    body = lambda c: (sow(c * w, "a"), c * 2)[1]
+    return bounded_while_loop(lambda c: c < 9, body, x, max_steps=3)
+
+
 DEAD = [jax.jit(unused), unused_in_scan, jax.checkpoint(unused)]
+KEPT = [unused, unused_in_bounded_loop]
 
 
 @pytest.mark.parametrize("f", DEAD, ids=["jit", "scan", "checkpoint"])
@@ -36,7 +43,9 @@ def test_a_value_that_jax_removes_as_dead_code(f):
     assert np.max(named["a"].value) > 0
 
 
-@pytest.mark.parametrize("f", [unused, *DEAD], ids=["", "jit", "scan", "checkpoint"])
+@pytest.mark.parametrize(
+    "f", [*DEAD, *KEPT], ids=["jit", "scan", "checkpoint", "no jit", "bounded loop"]
+)
 def test_a_sow_whose_result_is_ignored_has_no_cotangent(f):
     _, named = reap(harvest.grad(f))(2.0)
     with pytest.raises(Undefined, match=r"result is ignored.*value that sow returns"):
@@ -132,6 +141,14 @@ def test_a_primitive_that_hides_a_sow():
     with pytest.raises(HarvestError, match="inside reduce"):
         reap(lambda x: lax.reduce(x, 0.0, add, (0,)))(jnp.ones(3))
     assert solve(1.0) == 0.5  # without reap it is no one's business
+
+
+def test_the_condition_of_a_bounded_loop():
+    seen = lambda c: sow(c, "a") < 10
+    with pytest.raises(HarvestError, match=r"'a' is sown at .* in the condition of a bounded loop"):
+        reap(lambda x: bounded_while_loop(seen, lambda c: c * 2, x, max_steps=9))(1.0)
+    with pytest.raises(HarvestError, match="a loop of no steps"):
+        reap(lambda x: bounded_while_loop(lambda c: c < 9, lambda c: sow(c, "a"), x, 0))(1.0)
 
 
 def test_a_name_used_twice_names_both_places():

@@ -7,8 +7,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from pybridge._loops import primitive as loops
+from pybridge._loops import tracing
 
 from .forms import Ask, closed, form_of, group, marks, rule
+from .primitive import HarvestError, active, show, sows_in
+
+# A value that is sown and not used is dead code of the loop, and is reaped all the same.
+tracing.keeps_all = lambda closed: active.value is not None and bool(sows_in(closed.jaxpr))
 
 
 @rule(loops.loop_p)
@@ -22,6 +27,12 @@ class BoundedForm:
 
     def __init__(self, eqn, inner):
         p = self.params = eqn.params
+        in_cond = sows_in(p["cond"].jaxpr) if p["cond"] is not None else ()
+        if in_cond:
+            raise HarvestError(
+                f"{show(in_cond[0]['path'])} is sown at {in_cond[0]['where']} in the condition of a bounded "
+                f"loop, where its value leaves with no step. Sow it in the body, or use lax.while_loop."
+            )
         jaxpr, self.consts = closed(p["step"])
         self.form = form_of(jaxpr, inner)
         self.bound = p["bound"]

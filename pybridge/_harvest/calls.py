@@ -46,8 +46,16 @@ def sow_again(spot, value, steps):
     sow_p.bind(value, path=spot.name, leaves=(spot.leaf,), steps=steps, **kept)
 
 
-@functools.wraps(lax.scan)
 def scan(f, init, xs=None, length=None, reverse=False, unroll=1, _split_transpose=False):
+    """``jax.lax.scan``; a value sown in ``f`` that nothing uses has its ``.value`` also under jax.grad.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from pybridge.harvest import reap, scan, sow
+    >>> step = lambda c, t: (c * t, sow(c + t, "sum"))
+    >>> f = lambda x: scan(step, x, jnp.array([2.0, 3.0]))[0]
+    >>> reap(jax.grad(f))(1.0)[1]["sum"].value
+    Array([3., 5.], dtype=float32)
+    """
     run = functools.partial(
         lax.scan,
         f,
@@ -82,8 +90,15 @@ class Jitted:
         return repr(self._jitted)
 
 
-@functools.wraps(jax.jit)
 def jit(*fun, **options):
+    """``jax.jit``; a value sown in the function that nothing uses has its ``.value`` also under jax.grad.
+
+    >>> import jax
+    >>> from pybridge.harvest import jit, reap, sow
+    >>> f = jit(lambda x: (sow(x**2, "square"), x * 3)[1])
+    >>> float(reap(jax.grad(f))(2.0)[1]["square"].value)
+    4.0
+    """
     jitted = jax.jit(*fun, **options)
     return Jitted(jitted) if fun else lambda fun: Jitted(jitted(fun))
 

@@ -170,7 +170,7 @@ def _none_missing(spots, sown):
 def _lost(name, where):
     return HarvestError(
         f"{show(name)} was sown at {where}, but its value is not in the program: jax.grad or jax.linearize "
-        f"of a jit, scan or checkpoint removes a named value that nothing uses, and a function that was only "
-        f"traced (jax.eval_shape) runs nothing. Use pybridge.harvest.grad (value_and_grad, jacrev, "
+        f"of a jit, loop or checkpoint removes a named value that nothing uses, and a function that was only "
+        f"traced (jax.eval_shape, a loop of no steps) runs nothing. Use pybridge.harvest.grad (value_and_grad, jacrev, "
         f"linearize) in place of jax's, and go on with the value that sow returns."
     )
