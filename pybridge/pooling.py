@@ -19,7 +19,7 @@ import operator
 import jax.numpy as jnp
 from jax import lax
 
-from pybridge._windows.geometry import Axis
+from pybridge._windows.geometry import Axis, named_padding
 from pybridge.windows import reduce_window
 
 __all__ = [
@@ -156,19 +156,15 @@ def avg_pool(
       torch.nn.functional.avg_pool2d.
     """
     layout = _Layout("avg_pool", x, kernel_size, stride, padding, dilation, ceil_mode, channels)
-    x = layout.x
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        raise TypeError(f"avg_pool: x must be of a floating dtype, got {x.dtype}; cast it.")
-    # The mean of 16-bit numbers may be finite where their sum is not.
-    wide = jnp.float32 if x.dtype in (jnp.float16, jnp.bfloat16) else x.dtype
-    total = layout.reduce(x.astype(wide), 0, lax.add)
+    wide = _widened("avg_pool", layout.x)
+    total = layout.reduce(wide, 0, lax.add)
     if divisor_override is not None:
         if divisor_override == 0:
             raise ValueError("avg_pool: divisor_override must not be 0.")
         count = divisor_override
     else:
-        count = layout.counts(count_include_pad).astype(jnp.finfo(wide).dtype)
-    return (total / count).astype(x.dtype)
+        count = layout.counts(count_include_pad).astype(jnp.finfo(wide.dtype).dtype)
+    return (total / count).astype(layout.x.dtype)
 
 
 def lp_pool(
@@ -207,15 +203,12 @@ def lp_pool(
             x, kernel_size, stride, padding, dilation, ceil_mode=ceil_mode, channels=channels
         )
     layout = _Layout("lp_pool", x, kernel_size, stride, padding, dilation, ceil_mode, channels)
-    x = layout.x
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        raise TypeError(f"lp_pool: x must be of a floating dtype, got {x.dtype}; cast it.")
-    wide = jnp.float32 if x.dtype in (jnp.float16, jnp.bfloat16) else x.dtype
     p = int(norm_type) if norm_type == int(norm_type) else norm_type
-    total = layout.reduce(x.astype(wide) ** p, 0, lax.add)
-    zero = total == 0
-    root = jnp.where(zero, 1, total) ** (1 / p) if p != 1 else total
-    return jnp.where(zero, 0, root).astype(x.dtype) if p != 1 else root.astype(x.dtype)
+    total = layout.reduce(_widened("lp_pool", layout.x) ** p, 0, lax.add)
+    if p != 1:
+        zero = total == 0
+        total = jnp.where(zero, 0, jnp.where(zero, 1, total) ** (1 / p))
+    return total.astype(layout.x.dtype)
 
 
 def logsumexp_pool(
@@ -281,15 +274,18 @@ def adaptive_avg_pool(x, output_size, *, channels="first"):
       torch.nn.functional.adaptive_avg_pool2d.
     """
     layout = _Adaptive("adaptive_avg_pool", x, output_size, channels)
-    x = layout.x
+    wide = _widened("adaptive_avg_pool", layout.x)
+    total = layout.reduce(layout.gather(wide, 0), 0, lax.add)
+    ones = jnp.ones(wide.shape, jnp.finfo(wide.dtype).dtype)
+    counts = layout.reduce(layout.gather(ones, 0), 0, lax.add)
+    return (total / counts).astype(layout.x.dtype)
+
+
+def _widened(name, x):
+    """x for a sum that 16-bit numbers could not hold, though its mean or root be finite."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
-        raise TypeError(
-            f"adaptive_avg_pool: x must be of a floating dtype, got {x.dtype}; cast it."
-        )
-    wide = jnp.float32 if x.dtype in (jnp.float16, jnp.bfloat16) else x.dtype
-    total = layout.reduce(layout.gather(x.astype(wide), 0), 0, lax.add)
-    counts = layout.reduce(layout.gather(jnp.ones(x.shape, jnp.finfo(wide).dtype), 0), 0, lax.add)
-    return (total / counts).astype(x.dtype)
+        raise TypeError(f"{name}: x must be of a floating dtype, got {x.dtype}; cast it.")
+    return x.astype(jnp.float32) if x.dtype in (jnp.float16, jnp.bfloat16) else x
 
 
 # Maximum and minimum with indices
@@ -496,13 +492,7 @@ def _spatial_axes(name, x, count, channels):
 
 def _pads(name, padding, sizes, kernel, stride, dilation):
     if isinstance(padding, str):
-        if padding.upper() not in ("VALID", "SAME", "SAME_LOWER"):
-            raise ValueError(
-                f"{name}: padding {padding!r} is unknown; give integers, pairs, 'VALID', 'SAME' or "
-                "'SAME_LOWER'."
-            )
-        spans = [(k - 1) * d + 1 for k, d in zip(kernel, dilation)]
-        return [(int(a), int(b)) for a, b in lax.padtype_to_pads(sizes, spans, stride, padding)]
+        return named_padding(name, padding, sizes, kernel, stride, dilation)
     try:
         if isinstance(padding, int):
             padding = (padding,) * len(sizes)

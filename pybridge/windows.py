@@ -11,7 +11,7 @@ from jax.tree_util import tree_flatten, tree_unflatten
 
 from pybridge._windows import doubling, written
 from pybridge._windows.extremum import extremum
-from pybridge._windows.geometry import Axis, Geometry, vary, varying
+from pybridge._windows.geometry import Axis, Geometry, named_padding, vary, varying
 from pybridge._windows.reducer import identity, trace
 from pybridge._windows.total import total
 
@@ -44,7 +44,8 @@ def reduce_window(
     Args:
       operand: array of shape (n_1, ..., n_r), r from 0 up, or a pytree of arrays of one shape.
       init_value: scalar of the operand's dtype (Python numbers are converted), or a pytree of
-        scalars with the operand's structure. May be traced.
+        scalars with the operand's structure. May be traced. As in lax, the identity of ``lax.add``,
+        ``lax.max`` or ``lax.min``, where it is not traced, may have another dtype (-inf for integers).
       computation: ``computation(accumulator, cell) -> accumulator`` on scalars of the operand's
         dtype, or on pytrees of scalars with the operand's structure. It may capture arrays and
         traced values; they have gradients.
@@ -89,7 +90,7 @@ def reduce_window(
       once; https://openxla.org/stablehlo/spec#reduce_window.
     """
     operands, tree = _operands(operand)
-    inits = _inits(init_value, tree, operands)
+    inits = _inits(init_value, tree, operands, computation)
     geometry = _geometry(
         operands[0].shape,
         window_dimensions,
@@ -206,14 +207,34 @@ def _operands(operand):
     return arrays, tree
 
 
-def _inits(init_value, tree, operands):
+def _inits(init_value, tree, operands, computation):
     leaves, init_tree = tree_flatten(init_value)
     if init_tree != tree:
         raise TypeError(
             f"reduce_window: init_value has the tree {init_tree} and operand has {tree}; "
             "give one scalar for each array of the operand, in the same structure."
         )
+    if len(leaves) == 1:
+        neutral = _lax_identity(leaves[0], computation, operands[0].dtype)
+        if neutral is not None:
+            return [jnp.asarray(neutral)]
     return [_init(value, x.dtype) for value, x in zip(leaves, operands)]
+
+
+def _lax_identity(value, computation, dtype):
+    """The identity in ``dtype`` where ``value`` is it in any dtype and lax would take it; or None.
+
+    lax takes -inf for integers under ``lax.max``, a float64 zero for float32 numbers under ``lax.add``,
+    and so on, where the value is known beforehand.
+    """
+    names = {"add": lax.add, "max": lax.max, "min": lax.min}
+    name = next((name for name, op in names.items() if op is computation), None)
+    if name is None or isinstance(value, jax.core.Tracer) or jnp.shape(value) != ():
+        return None
+    if name != "add" and jnp.issubdtype(dtype, jnp.complexfloating):
+        return None
+    own = _is_known_identity(value, identity(name, jnp.result_type(value)))
+    return identity(name, dtype) if own else None
 
 
 def _init(value, dtype):
@@ -274,14 +295,7 @@ def _integers(name, values, rank, shape):
 
 def _padding(padding, shape, window, strides, dilation):
     if isinstance(padding, str):
-        if padding.upper() not in ("VALID", "SAME", "SAME_LOWER"):
-            raise ValueError(
-                f"reduce_window: padding {padding!r} is unknown; give 'VALID', 'SAME', "
-                "'SAME_LOWER' or a pair (low, high) for each axis."
-            )
-        spans = [(w - 1) * d + 1 for w, d in zip(window, dilation)]
-        pads = lax.padtype_to_pads(shape, spans, strides, padding)
-        return tuple((int(low), int(high)) for low, high in pads)
+        return named_padding("reduce_window", padding, shape, window, strides, dilation)
     try:
         found = tuple((operator.index(low), operator.index(high)) for low, high in padding)
     except (TypeError, ValueError) as error:

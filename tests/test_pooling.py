@@ -21,7 +21,7 @@ from pybridge import (
     sum_pool,
 )
 
-pytestmark = pytest.mark.usefixtures("x64")
+pytestmark = pytest.mark.usefixtures("x64", "unoptimized")
 
 
 def windows(n, kernel, stride, pad, dilation, ceil):

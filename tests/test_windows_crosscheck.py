@@ -12,7 +12,8 @@ RECORDED = np.load(pathlib.Path(__file__).parent / "recorded" / "windows.npz")
 ABOUT = json.loads(str(RECORDED["about"]))
 
 
-@pytest.mark.parametrize("i", range(ABOUT["count"]))
+# Every second of the recorded cases: `pybridge crosscheck` compares 200 with a live Julia.
+@pytest.mark.parametrize("i", range(0, ABOUT["count"], 2))
 def test_agrees_with_what_julia_computed(i):
     case = windows.cases(ABOUT["count"], ABOUT["seed"])[i]
     ours = windows.python_side(case)

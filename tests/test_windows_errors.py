@@ -44,12 +44,12 @@ X = jnp.ones((4, 5))
         ),
         (lambda: reduce_window(X, 0.0, lax.add, (2, 2), None, "FULL"), ValueError, "'FULL'"),
         (
-            lambda: reduce_window(X, jnp.int32(0), lax.add, (2, 2)),
+            lambda: reduce_window(X, jnp.int32(1), lax.add, (2, 2)),
             TypeError,
             r"init_value has dtype int32 and operand has dtype float32.*jnp.asarray\(init_value",
         ),
         (
-            lambda: reduce_window(jnp.arange(4), -jnp.inf, lax.max, (2,)),
+            lambda: reduce_window(jnp.arange(4), 0.5, lax.max, (2,)),
             TypeError,
             "init_value has dtype float32 and operand has dtype int32",
         ),
@@ -113,14 +113,14 @@ def test_bad_input(call, kind, message):
 def test_dtypes_that_differ_under_x64(x64):
     x = jnp.ones(4, jnp.float32)
     with pytest.raises(TypeError, match="init_value has dtype float64 and operand has dtype"):
-        reduce_window(x, np.zeros(()), lax.add, (2,))
+        reduce_window(x, np.ones(()), lax.add, (2,))
     with pytest.raises(TypeError, match=r"operand.astype\('float64'\)"):
         jax.jit(lambda i: reduce_window(x, i, lax.add, (2,)))(jnp.float64(0))
     assert jax.jit(lambda i: reduce_window(x, i, lax.add, (2,)))(0.0).dtype == jnp.float32
 
 
 def test_errors_come_under_transformations_too():
-    f = lambda x: reduce_window(x, jnp.int32(0), lax.add, (2,)).sum()
+    f = lambda x: reduce_window(x, jnp.int32(1), lax.add, (2,)).sum()
     for transform in (jax.jit, jax.grad, jax.vmap):
         with pytest.raises(TypeError, match="init_value has dtype int32"):
             transform(f)(jnp.ones((3, 4)) if transform is jax.vmap else jnp.ones(4))

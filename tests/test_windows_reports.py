@@ -8,6 +8,8 @@ from jax import lax
 
 from pybridge import avg_pool, max_pool, reduce_window
 
+pytestmark = pytest.mark.usefixtures("unoptimized")
+
 BOTH_ORDERS = [
     lambda d, f: jax.jit(d(f)),
     lambda d, f: d(jax.jit(f)),

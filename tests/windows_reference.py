@@ -1,8 +1,10 @@
-"""The reference for windowed reductions: a plain loop, and central differences of it."""
+"""The reference for windowed reductions: a plain loop, central differences, and six reducers."""
 
 import itertools
 
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 
 def sizes(n, window, stride, low, high, base, dilation):
@@ -37,6 +39,14 @@ def single(op):
     return lambda acc, cell: [op(acc[0], cell[0])]
 
 
+OURS = {
+    "add": lax.add,
+    "mul": lax.mul,
+    "max": lax.max,
+    "min": lax.min,
+    "logaddexp": jnp.logaddexp,
+    "user": lambda a, b: jnp.sin(a) * b + 0.5 * a,
+}
 REDUCERS = {
     "add": np.add,
     "mul": np.multiply,

@@ -160,12 +160,23 @@ def _pick(geometry, winner, tangent):
 
 
 def _first_by_doubling(geometry, name, x, tx):
+    """Doubling finds where the extreme cell is, and the tangent is read there.
+
+    A tangent carried along with the maximum is transposed to a masked sum at every level: at a
+    window of 1,000 of a million numbers six times as slow.
+    """
+
     def op(left, right):
         (a, ta), (b, tb) = left, right
         stays = _stays(name, a, b)
         return [jnp.where(stays, a, b), jnp.where(stays, ta, tb)]
 
-    return doubling.fold(op, [x, tx], geometry)[1]
+    if x.size > jnp.iinfo(jnp.int32).max:
+        return doubling.fold(op, [x, tx], geometry)[1]
+    index = lax.iota(jnp.int32, x.size).reshape(x.shape)
+    index = vary(index, varying(x))
+    where = doubling.fold(op, [lax.stop_gradient(x), index], geometry)[1]
+    return jnp.take(tx.reshape(-1), where, mode="clip")
 
 
 # ---- ties: in equal shares ------------------------------------------------------------------------

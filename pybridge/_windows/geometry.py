@@ -198,6 +198,18 @@ class Geometry:
         return itertools.product(*(range(a.window) for a in self.axes))
 
 
+def named_padding(caller, padding, shape, window, strides, dilation):
+    """The pairs (low, high) that a padding's name stands for."""
+    if padding.upper() not in ("VALID", "SAME", "SAME_LOWER"):
+        raise ValueError(
+            f"{caller}: padding {padding!r} is unknown; give 'VALID', 'SAME', 'SAME_LOWER' or a "
+            "pair (low, high) for each axis."
+        )
+    spans = [(w - 1) * d + 1 for w, d in zip(window, dilation)]
+    pads = lax.padtype_to_pads(shape, spans, strides, padding)
+    return [(int(low), int(high)) for low, high in pads]
+
+
 def phases(line, axis, stride):
     """Reshape one axis of length n to (ceil(n / stride), stride)."""
     n = line.shape[axis]

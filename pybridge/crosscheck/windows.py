@@ -5,9 +5,11 @@ reducers is run on it: value, gradient with respect to operand and init, jvp, an
 derivative, forward over reverse. In every fourth case the operand is rounded, so that there are ties.
 """
 
+import concurrent.futures
 import dataclasses
 import itertools
 import math
+import os
 
 import jax
 import jax.numpy as jnp
@@ -123,19 +125,24 @@ def loop(x, init, op, window, stride, padding, base, dilation):
 def python_side(case):
     """{reducer: four arrays, as ``QUANTITIES``}, compiled as one program."""
 
-    def one(name, x, init):
+    def one(name, point, direction, cotangent):
         options = {"ties": case.ties} if name in ("max", "min") else {}
         op = REDUCERS[name].python
         f = lambda x, init: reduce_window(x, init, op, *case.geometry, **options)
-        gradient = jax.grad(lambda *p: jnp.vdot(case.cotangent, f(*p)), argnums=(0, 1))
-        value, jvp = jax.jvp(f, (x, init), (case.dx, case.dinit))
-        slopes, bends = jax.jvp(gradient, (x, init), (case.dx, case.dinit))
+        gradient = jax.grad(lambda *p: jnp.vdot(cotangent, f(*p)), argnums=(0, 1))
+        value, jvp = jax.jvp(f, point, direction)
+        slopes, bends = jax.jvp(gradient, point, direction)
         flat = lambda pair: jnp.append(jnp.ravel(pair[0]), pair[1])
         return jnp.ravel(value), flat(slopes), jnp.ravel(jvp), flat(bends)
 
-    program = jax.jit(lambda x, init: {name: one(name, x, init) for name in REDUCERS})
+    # Each program runs once, so it is not worth LLVM's optimizations; XLA's own passes all run.
+    options = {"xla_backend_optimization_level": 0}
+    program = jax.jit(
+        lambda *args: {name: one(name, *args) for name in REDUCERS}, compiler_options=options
+    )
     with jax.enable_x64(True):
-        return jax.tree.map(np.asarray, program(case.x, case.init))
+        args = (case.x, case.init), (case.dx, case.dinit), case.cotangent
+        return jax.tree.map(np.asarray, program(*args))
 
 
 def loop_side(case, name):
@@ -237,21 +244,23 @@ def run(julia, *, cases=200, seed=0):
         loop instead, on the first few cases and where there are no ties.
       cases: how many geometries.
     """
-    worst = {}
-    for i, case in enumerate(_cases(cases, seed)):
-        ours = python_side(case)
-        for name in REDUCERS:
-            if julia is not None:
-                theirs, source = julia_side(julia, case, name), "Python and Julia"
-                _note(worst, name, source, case, ours[name], theirs)
-            elif not case.tied and i < DIFFERENCED:
-                _note(worst, name, "central differences", case, ours[name], loop_side(case, name))
-            value = np.ravel(loop(case.x, case.init, REDUCERS[name].numpy, *case.geometry))
-            _note(worst, name, "the loop", case, ours[name][:1], (value,))
+    worst, drawn = {}, _cases(cases, seed)
+    # Compiling is what takes the time: while it does, other threads compile or ask Julia.
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        for i, (case, ours) in enumerate(zip(drawn, pool.map(python_side, drawn))):
+            for name in REDUCERS:
+                if julia is not None:
+                    theirs, source = julia_side(julia, case, name), "Python and Julia"
+                    _note(worst, name, source, case, ours[name], theirs)
+                elif not case.tied and i < DIFFERENCED:
+                    theirs, source = loop_side(case, name), "central differences"
+                    _note(worst, name, source, case, ours[name], theirs)
+                value = np.ravel(loop(case.x, case.init, REDUCERS[name].numpy, *case.geometry))
+                _note(worst, name, "the loop", case, ours[name][:1], (value,))
     rows = []
     for (name, source, quantity), (error, case) in worst.items():
         tolerance = DIFFERENCES[quantity] if source == "central differences" else TOLERANCE
-        label = f"reduce_window {name}, {source}"
+        label = f"reduce_window {name}, {source}, {cases} geometries"
         if not error <= tolerance:
             label += f", worst at shape {case.x.shape}, geometry {case.geometry}"
         rows.append({"name": label, "quantity": quantity, "error": error, "tolerance": tolerance})
