@@ -9,12 +9,15 @@
 # in the same interleaved run: ForwardDiff's own duals (an `Array` of them), nested AD as Lux does it and
 # as `nested_gradient` does it (the gradient of a sum of squares of an inner gradient).
 # The bar: at most 3 gradients on the dense chains and the convolutional one.
+#
+# Then, on the same models with one sample: the product (H_xx v, H_px v) by `mixed_vjp`, by Lux's nested AD,
+# and H_xx v alone by the whole `Zygote.hessian`, which has no H_px and grows with the square of the batch.
 
 using ADTypes: AutoZygote
 using ForwardDiff: Dual
-using LinearAlgebra: BLAS
+using LinearAlgebra: BLAS, dot
 using Lux: Lux, Chain, Conv, Dense, FlattenLayer, StatefulLuxLayer
-using NestedGradients: Unit, form, nested_gradient
+using NestedGradients: Unit, form, mixed_vjp, nested_gradient
 using Random: Xoshiro
 using Statistics: median
 using Zygote: Zygote
@@ -52,10 +55,11 @@ function cputime()
     return t[][1] + 1.0e-9 * t[][2]
 end
 
-function medians(contenders)
+function medians(contenders, samples = SAMPLES)
     times = [Float64[] for _ in contenders]
     foreach(f -> (f(); f()), contenders)
-    for _ in 1:SAMPLES, (f, t) in zip(contenders, times)
+    for _ in 1:samples, (f, t) in zip(contenders, times)
+        GC.gc(false) # nobody pays for another's garbage
         start = cputime()
         f()
         push!(t, cputime() - start)
@@ -82,12 +86,40 @@ function measure(name, model, dims)
     ]
     gradient, pass, duals, nested, luxs = medians(contenders)
     row = [pass, duals, nested, luxs] ./ gradient
+    printrow(name, gradient, row)
+    return first(row)
+end
+
+function printrow(name, gradient, ratios)
     println(
         rpad(name, 44),
         lpad(round(1.0e3 * gradient; digits = 2), 10),
-        join(lpad(round(r; digits = 2), 12) for r in row)
+        join(lpad(round(r; digits = 2), 12) for r in ratios)
     )
-    return first(row)
+end
+function printhead(names...)
+    println(rpad("model", 44), lpad("grad (ms)", 10), join(lpad(n, 12) for n in names))
+end
+
+function measure_products(name, model, dims)
+    rng = Xoshiro(0)
+    ps, state = Lux.setup(rng, model)
+    st = Lux.testmode(state)
+    one_sample = (Base.front(dims)..., 1)
+    x, v = randn(rng, Float32, one_sample...), randn(rng, Float32, one_sample...)
+    loss(x, ps) = sum(first(model(x, ps, st)))
+    along(x, ps) = dot(
+        v,
+        only(Zygote.gradient(sum ∘ StatefulLuxLayer{true}(model, ps, st), x)),
+    )
+    contenders = [
+        () -> Zygote.gradient(loss, x, ps),
+        () -> mixed_vjp(loss, AutoZygote(), x, v, ps),
+        () -> Zygote.gradient(along, x, ps),
+        () -> reshape(Zygote.hessian(x -> loss(x, ps), x) * vec(v), one_sample),
+    ]
+    gradient, products... = medians(contenders, max(5, SAMPLES ÷ 3))
+    printrow(first(split(name, ",")) * ", one sample", gradient, products ./ gradient)
 end
 
 function main()
@@ -97,11 +129,7 @@ function main()
         BLAS.get_num_threads(),
         " BLAS threads; all but the first column in gradients",
     )
-    println(
-        rpad("model", 44),
-        lpad("grad (ms)", 10),
-        join(lpad(n, 12) for n in ("T_1 ours", "T_1 plain", "nested ours", "nested Lux"))
-    )
+    printhead("T_1 ours", "T_1 plain", "nested ours", "nested Lux")
     ratios = [measure(model...) for model in MODELS]
     over = count(>(3), ratios)
     println(
@@ -109,6 +137,9 @@ function main()
             "every second-order pass costs at most 3 gradients" :
             "$over of $(length(ratios)) passes cost more than 3 gradients",
     )
+    println()
+    printhead("mixed_vjp", "Lux", "hessian * v")
+    foreach(model -> measure_products(model...), MODELS)
 end
 
 main()

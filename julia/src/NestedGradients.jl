@@ -19,16 +19,31 @@ using ChainRulesCore:
     RuleConfig,
     Tangent,
     ZeroTangent,
+    rrule_via_ad,
     unthunk,
     @non_differentiable
 using DifferentiationInterface: DifferentiationInterface as DI
 using ForwardDiff: ForwardDiff, Dual, Partials
-using LinearAlgebra: LinearAlgebra, Adjoint, Transpose, diag, dot, kron, logabsdet, mul!, tr
+using LinearAlgebra:
+    LinearAlgebra,
+    Adjoint,
+    Hermitian,
+    Symmetric,
+    Transpose,
+    cholesky,
+    diag,
+    dot,
+    kron,
+    logabsdet,
+    mul!,
+    pinv,
+    tr
 using Random: AbstractRNG
 
 include("levels.jl")
 include("dualarrays.jl")
 include("products.jl")
+include("matrices.jl")
 include("lift.jl")
 include("skeletons.jl")
 include("closures.jl")
@@ -73,6 +88,6 @@ export adaptive_avg_pool,
 
 include("loops.jl")
 
-export bounded_while_loop
+export bounded_fori_loop, bounded_scan_until, bounded_while_loop
 
 end

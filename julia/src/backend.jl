@@ -8,7 +8,7 @@ An ADTypes backend whose operators can be differentiated again, with respect to 
 pass, and each further derivative is a dual number over it. A `Constant` is constant for the operator
 itself and active for an outer AD.
 
-The outer AD can be Zygote, ForwardDiff, or another `AutoNested`.
+The outer AD can be Zygote, ForwardDiff, ReverseDiff, or another `AutoNested`.
 
 ```jldoctest
 julia> using NestedGradients, ADTypes, Zygote; import DifferentiationInterface as DI
@@ -66,6 +66,15 @@ ravel(x::Union{Tuple, NamedTuple, AbstractArray}) = mapreduce(
     values(x);
     init = Bool[],
 )
+
+function ChainRulesCore.rrule(cfg::RuleConfig{>:HasReverseMode}, ::typeof(ravel), x)
+    function ravel_pullback(Δ)
+        c = plain(Δ)
+        nest = c === nothing ? nothing : first(unravel(x, c, 0))
+        return NoTangent(), tangent(cfg, x, nest)
+    end
+    return ravel(x), ravel_pullback
+end
 
 "The nest like `x` whose leaves are read from `v` after `offset`, and the offset after it."
 unravel(::Nothing, v, offset) = nothing, offset

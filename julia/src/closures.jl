@@ -79,9 +79,7 @@ captured(::Fixed, path) = nothing
 captured(x::AbstractDict, path) = isconstant(x) ? nothing : uncaptured(x, path)
 function captured(x::AbstractArray, path)
     leaves = map(i -> captured(x[i], (path..., i)), eachindex(IndexLinear(), x))
-    all(isnothing, leaves) && return nothing
-    any(isnothing, leaves) && uncaptured(x, path)
-    return reshape(leaves, size(x))
+    return all(isnothing, leaves) ? nothing : reshape(leaves, size(x))
 end
 captured(x::Tuple, path) = present(fieldleaves(x, path))
 captured(x, path) = present(Val(fieldnames(typeof(x))), fieldleaves(x, path))

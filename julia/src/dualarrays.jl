@@ -38,11 +38,26 @@ The number or array with tag `G`, value `value` and partial `partial`; just the 
 dual(::Type, value, ::Nothing) = value
 dual(::Type{G}, value::Real, partial::Real) where {G} = Dual{G}(value, Partials((partial,)))
 function dual(::Type{G}, value::AbstractArray, partial::AbstractArray) where {G}
+    return joined(G, value, partial)
+end
+function joined(::Type{G}, value, partial) where {G}
     return DualArray{Dual{G, promote_type(eltype(value), eltype(partial)), 1}}(
         value,
         partial,
     )
 end
+
+# A row times a vector is a number: if the value is a row that was made of a vector, so is the partial.
+const Row = Union{Adjoint{<:Real, <:AbstractVector}, Transpose{<:Real, <:AbstractVector}}
+dual(::Type{G}, value::Row, partial::Row) where {G} = joined(G, value, partial)
+dual(::Type{G}, value::Row, partial::AbstractMatrix) where {G} = size(partial, 1) == 1 ?
+    joined(G, value, transpose(vec(partial))) :
+    joined(G, value, partial)
+dual(::Type{G}, value::AbstractMatrix, partial::Row) where {G} = joined(
+    G,
+    value,
+    reshape(parent(partial), 1, :),
+)
 
 const DualVector{D, V, P} = DualArray{D, 1, V, P}
 const DualMatrix{D, V, P} = DualArray{D, 2, V, P}

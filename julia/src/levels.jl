@@ -39,15 +39,15 @@ end
 # ---- which dual numbers an argument, or what a function captured, already holds ----
 
 """
-Add the dual types that values of type `T` hold to `found`; false if `T` alone does not tell.
+Add the dual types, and other ADs' own, that values of type `T` hold to `found`; false if `T` alone does not tell.
 `seen` holds the types under way, since types may be recursive.
 """
 function complete!(found, T::Type, seen = Any[])
     isconcretetype(T) || return T === Union{}
-    if T <: Dual
+    if T <: Dual || isforeign(T)
         T in found || push!(found, T)
         return true
-    elseif T <: AbstractArray && isbitstype(eltype(T))
+    elseif T <: AbstractArray && (isbitstype(eltype(T)) || isforeign(eltype(T)))
         return complete!(found, eltype(T), seen)
     elseif T <: Union{Type, Module, Symbol, AbstractString, Core.Box} || T in seen
         return T !== Core.Box
@@ -57,13 +57,28 @@ function complete!(found, T::Type, seen = Any[])
     return all([complete!(found, F, seen) for F in fieldtypes(T)])
 end
 
+isforeign(T) = T <: Real &&
+    !(T <: Union{AbstractFloat, Integer, Rational, AbstractIrrational})
+
+"""
+The first number type of the context `C` that an outer AD writes to a tape with, which runs the form on
+plain numbers and records it as one operation; `Nothing` if there is none.
+"""
+taped(::Type{Nothing}) = Nothing
+taped(::Type{Tuple{}}) = Nothing
+function taped(::Type{C}) where {C <: Tuple}
+    T = Base.tuple_type_head(C)
+    return records(T) ? T : taped(Base.tuple_type_tail(C))
+end
+records(::Type) = false
+
 contexttype(found) = isempty(found) ? Nothing : Tuple{found...}
 
 """
     context(x) -> Type
 
-The dual number types in `x`, as a `Tuple` type; `Nothing` if there are none. Looks through nests,
-arrays and the captured fields of functions: by type alone where the types say it all, by value
+The number types of other ADs in `x`, dual numbers first of all, as a `Tuple` type; `Nothing` if there
+are none. Looks through nests, arrays and the captured fields of functions: by type alone where the types say it all, by value
 where a field is a `Core.Box` or of abstract type.
 """
 @generated function context(x)

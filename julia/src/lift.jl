@@ -12,11 +12,10 @@ lift(::Type{G}, x::Real, s::Real) where {G} = dual(G, float(x), floatlike(x, s))
 function lift(::Type{G}, x::Complex, s::Number) where {G}
     return Complex(lift(G, real(x), real(s)), lift(G, imag(x), imag(s)))
 end
-lift(::Type{G}, x::AbstractArray{<:Real}, s::AbstractArray{<:Real}) where {G} = dual(
-    G,
-    float(x),
-    floatlike(x, s),
-)
+# An array of bits (an SVector) stays one; its numbers are lifted one by one.
+lift(::Type{G}, x::AbstractArray{<:Real}, s::AbstractArray{<:Real}) where {G} = isbits(x) ?
+    map((a, b) -> lift(G, a, b), x, s) :
+    dual(G, float(x), floatlike(x, s))
 lift(::Type{G}, x::AbstractArray, s::AbstractArray) where {G} = map(
     (a, b) -> lift(G, a, b),
     x,

@@ -3,7 +3,10 @@
 # All of them are forms, and `form` has rules: nothing here needs one of its own.
 
 "The arguments of `f`: the point and what the contexts hold."
-arguments(x, contexts) = (x, map(held, contexts)...)
+arguments(x, contexts) = (point(x), map(held, contexts)...)
+# The point varies, integers in it too: as contexts and captures they would not.
+point(x) = x
+point(x::Union{Integer, Rational, AbstractArray{<:Union{Integer, Rational}}}) = float(x)
 held(context) = context
 held(context::DI.Context) = DI.unwrap(context)
 held(::DI.Cache) = throw(ArgumentError(

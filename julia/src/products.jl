@@ -141,37 +141,3 @@ for A in (PARTNERS..., :DualVector, :DualMatrix), B in (
     end
 end
 addto!(C, P, α, β) = iszero(β) ? (C .= α .* P) : (C .= α .* P .+ β .* C)
-
-# ---- solving ----
-
-Base.inv(A::DualMatrix) = inverse(tag(A), A)
-function inverse(::Type{G}, A) where {G}
-    a, da = parts(G, A)
-    v = inv(a)
-    return dual(G, v, -(v * da * v))
-end
-
-Base.:\(A::DualMatrix, B::DualVecOrMat) = solve(outermost(A, B), A, B)
-Base.:\(A::DualMatrix, B::StridedVecOrMat{<:Real}) = solve(outermost(A, B), A, B)
-Base.:\(A::StridedMatrix{<:Real}, B::DualVecOrMat) = solve(outermost(A, B), A, B)
-function solve(::Type{G}, A, B) where {G}
-    a, da = parts(G, A)
-    b, db = parts(G, B)
-    x = a \ b
-    right = da === nothing ? db : db === nothing ? -(da * x) : db - da * x
-    return dual(G, x, a \ right)
-end
-Base.:/(A::DualVecOrMat, B::DualMatrix) = transpose(transpose(B) \ transpose(A))
-Base.:/(A::DualVecOrMat, B::StridedMatrix{<:Real}) = transpose(transpose(B) \ transpose(A))
-Base.:/(A::StridedVecOrMat{<:Real}, B::DualMatrix) = transpose(transpose(B) \ transpose(A))
-
-function LinearAlgebra.logabsdet(A::DualMatrix)
-    G = tag(A)
-    a, da = parts(G, A)
-    value, sign = logabsdet(a)
-    return dual(G, value, tr(a \ da)), sign
-end
-LinearAlgebra.logdet(A::DualMatrix) = first(positive(logabsdet(A)))
-positive(d) = last(d) > 0 ?
-    d :
-    throw(DomainError(last(d), "logdet of a matrix whose determinant is not positive"))

@@ -36,7 +36,17 @@ function ChainRulesCore.rrule(
     return y, form_pullback
 end
 
-# The value and the gradient together: the value's own cotangent scales the gradient.
+"""
+    Weighted(h)
+
+`(args..., w) -> w * h(args...)`. Its gradient's derivative at `w = 1` along `(c, dy)` is `H c + dy ∇h`: what
+`h`'s value and gradient pull back together, from one reverse pass.
+"""
+struct Weighted{H}
+    h::H
+end
+(weighted::Weighted)(args...) = last(args) * weighted.h(Base.front(args)...)
+
 function ChainRulesCore.rrule(
     cfg::RuleConfig{>:HasReverseMode},
     ::typeof(value_and_cotangents),
@@ -48,14 +58,9 @@ function ChainRulesCore.rrule(
     result = value_and_cotangents(backend, h, args, wanted)
     function value_and_cotangents_pullback(Δ)
         dy, c = nests(plain(Δ), (nothing, nothing))
-        H, z, s = opened(h, args, (Unit(), nothing))
-        s = replaced(s, inslot(c, Val(1), h !== H), Val(2))
-        dz = added(
-            form(backend, H, z, (s..., nothing), Val(2)),
-            dy === nothing ?
-                map(_ -> nothing, z) :
-                form(backend, H, z, (dy, nothing), Val(1)),
-        )
+        H, z, _ = opened(h, args, (Unit(), nothing))
+        c = inslot(c, Val(1), h !== H)
+        dz = pulled(backend, H, z, c, dy, one(first(result)))
         dh = h === H ? NoTangent() : tangent(cfg, h, last(dz))
         return NoTangent(),
             NoTangent(),
@@ -64,6 +69,13 @@ function ChainRulesCore.rrule(
             NoTangent()
     end
     return result, value_and_cotangents_pullback
+end
+pulled(backend, h, z, ::Nothing, dy, w) = form(backend, h, z, (dy, nothing), Val(1))
+pulled(backend, h, z, c, ::Nothing, w) = form(backend, h, z, (Unit(), c, nothing), Val(2))
+pulled(backend, h, z, ::Nothing, ::Nothing, w) = map(_ -> nothing, z)
+function pulled(backend, h, z, c, dy, w)
+    slots = (Unit(), (c..., dy), nothing)
+    return Base.front(form(backend, Weighted(h), (z..., w), slots, Val(2)))
 end
 
 function ChainRulesCore.frule(
@@ -96,7 +108,7 @@ function ChainRulesCore.frule(
             )),
         )
     end
-    return y, dy === nothing ? ZeroTangent() : dy
+    return y, tangent(nothing, y, dy)
 end
 
 # ChainRules projects a cotangent element by element, which would copy ours, and look at products that
@@ -154,7 +166,7 @@ tangent(cfg, x::Leaf, c) = c === nothing ? ZeroTangent() : c
 tangent(cfg, ::Fixed, c) = NoTangent()
 tangent(cfg, x::AbstractArray, c) = c === nothing ?
     ZeroTangent() :
-    map((a, b) -> tangent(cfg, a, b), x, c)
+    map((a, b) -> tangent(Element(cfg), a, b), x, c)
 tangent(cfg, x::AbstractDict, c) = c === nothing ? NoTangent() : uncaptured(x, ())
 function tangent(cfg, x::Tuple, c)
     c === nothing && return captured(x, ()) === nothing ? NoTangent() : ZeroTangent()
@@ -180,6 +192,16 @@ end
 function mutabletangent(cfg, x, fields)
     throw(ArgumentError(
         "cannot hand a gradient to a captured $(typeof(x)): it is mutable, and $(typeof(cfg)) has no place for it. Capture the value itself (`let` around a closure avoids a Core.Box) or pass it as an argument",
+    ))
+end
+
+# Zygote adds the gradient of a mutable value twice where an array literal holds it (0.7.12, without us too).
+struct Element{C}
+    cfg::C
+end
+function mutabletangent(::Element, x, fields)
+    throw(ArgumentError(
+        "cannot hand a gradient to a captured $(typeof(x)) in an array: it is mutable, and its gradient would count twice. Put it in a Tuple or NamedTuple, or make it immutable",
     ))
 end
 

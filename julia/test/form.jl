@@ -180,6 +180,13 @@ end
         z...,
     )
     @test (evaluations[], passes[]) == (2, 2)
+    # with the value beside it too
+    evaluations[] = passes[] = 0
+    Zygote.gradient(z...) do x, p
+        y, g = NestedGradients.value_and_nested_gradient(h, backend, x, p)
+        return y * sum(abs2, g)
+    end
+    @test (evaluations[], passes[]) == (2, 2)
 end
 
 @testset "what the function captured" begin

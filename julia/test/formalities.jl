@@ -5,6 +5,7 @@ using NestedGradients: NestedGradients
 using ComponentArrays: ComponentArrays
 using Lux: Lux
 using NNlib: NNlib
+using ReverseDiff: ReverseDiff
 using Test
 using Zygote: Zygote
 
@@ -17,6 +18,7 @@ const EXTENSIONS = map(
         :NestedGradientsNNlibExt,
         :NestedGradientsLuxExt,
         :NestedGradientsComponentArraysExt,
+        :NestedGradientsReverseDiffExt,
     ),
 )
 
@@ -31,7 +33,9 @@ end
     theirs(m) = (
         m.module === NestedGradients.ChainRulesCore && m.name in (:frule, :kwcall)
     ) ||
-        m.sig <: Tuple{typeof(NestedGradients.ChainRulesCore.rrule), UnionAll, Vararg}
+        m.sig <: Tuple{typeof(NestedGradients.ChainRulesCore.rrule), UnionAll, Vararg} ||
+        # its tracked arrays never meet ours: a form takes them off first
+        nameof(m.module) === :ReverseDiffExt
     found = filter(
         ((a, b),) -> (ours(a) || ours(b)) && !theirs(a) && !theirs(b),
         ambiguities,

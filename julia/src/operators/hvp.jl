@@ -18,7 +18,7 @@ function gradient_and_hvp(f::F, backend, x, tx, contexts) where {F}
 end
 
 function hessian(f::F, backend, x, contexts) where {F}
-    return reduce(hcat, map(vec, hvp(f, backend, x, basis(x), contexts)))
+    return sidebyside(map(vec, hvp(f, backend, x, basis(x), contexts)), x)
 end
 function value_gradient_and_hessian(f::F, backend, x, contexts) where {F}
     y, g = value_and_gradient(f, backend, x, contexts)

@@ -15,15 +15,20 @@ function value_and_jacobian(f::F, backend, x, contexts) where {F}
             form(inner(backend), f, args, (nothing, alone(e, args)), Val(0)),
             y,
         ))
-        return y, reduce(hcat, map(column, basis(x)))
+        return y, sidebyside(map(column, basis(x)), y)
     end
     wanted = onlyfirst(args)
     row(e) = vec(dense(
         first(form(inner(backend), f, args, (e, nothing), Val(1); wanted)),
         x,
     ))
-    return y, permutedims(reduce(hcat, map(row, basis(y))))
+    return y, permutedims(sidebyside(map(row, basis(y)), x))
 end
+
+"The matrix of `columns`, each as long as `like`; there may be none."
+sidebyside(columns, like) = isempty(columns) ?
+    zeros(basefloat(eltype(like)), length(like), 0) :
+    reduce(hcat, columns)
 
 "The unit arrays of the shape of `x`, in the order of its elements."
 function basis(x)

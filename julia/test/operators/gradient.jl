@@ -6,6 +6,7 @@ using ComponentArrays: ComponentArray, getdata
 using DifferentiationInterface: DifferentiationInterface as DI, Constant
 using ForwardDiff: ForwardDiff
 using LinearAlgebra: dot, norm
+using StaticArrays: SMatrix, SVector
 using NestedGradients: AutoNested, mixed_vjp, nested_gradient, value_and_nested_gradient
 using Test
 using Zygote: Zygote
@@ -118,6 +119,32 @@ end
     @test dx isa Matrix{Float32} && dps.W isa Matrix{Float32} && dps.b isa Vector{Float32}
 end
 
+# name, x, f
+@testset "kinds of points: $name" for (name, x, f) in [
+        ("integers", [1, 2], (x, p) -> sum(p .* x.^3)),
+        ("an integer", 2, (x, p) -> sum(p) * x^3),
+        ("rationals", [1 // 2, 1 // 3], (x, p) -> sum(p .* x.^3)),
+        ("a view", view([0.1, 0.3, -0.5], 2:3), (x, p) -> sum(p .* x.^3)),
+        ("a row", [0.3, -0.5]', (x, p) -> (x * p)^3),
+        ("a transposed matrix", transpose([0.3 0.1; -0.5 0.2]), (x, p) -> sum(abs2, x * p)),
+        ("a reshaped array", reshape(0.1:0.1:0.4, 2, 2), (x, p) -> sum((x * p).^3)),
+        ("a static vector", SVector(0.3, -0.5), (x, p) -> sum(p .* x.^3)),
+        ("a static matrix", SMatrix{2, 2}(0.3, 0.1, -0.5, 0.2), (x, p) -> sum(abs2, x * p)),
+        ("a tuple", (0.3, -0.5), (x, p) -> p[1] * x[1]^2 * x[2] + p[2]),
+        ("nothing in it", Float64[], (x, p) -> sum(p) + sum(x)),
+    ]
+    p = [1.5, 0.5]
+    plain(x::AbstractArray) = Array(float(x))
+    plain(x) = float.(x)
+    expected = differences(x -> f(x, p), plain(x))
+    shown(g::AbstractArray) = Array(g)
+    shown(g) = g
+    @test agree(shown(DI.gradient(f, nested, x, Constant(p))), expected)
+    total(g) = sum(abs2, g)
+    outer(p) = total(DI.gradient(f, nested, x, Constant(p)))
+    @test agree(only(Zygote.gradient(outer, p)), differences(outer, p); rtol = 1.0e-6)
+end
+
 @testset "every AD outside" begin
     f(x, p) = sum(p .* x.^3)
     x, p = [0.3, -0.4], [1.5, 0.5]
@@ -161,7 +188,27 @@ end
     @test_throws DI.PreparationMismatchError DI.gradient(f, prep, nested, Float32[1.0])
     loose = DI.prepare_gradient(f, nested, [1.0]; strict = Val(false))
     @test DI.gradient(f, loose, nested, Float32[1.0]) == Float32[2.0]
-    @test fetch(Threads.@spawn DI.gradient(f, prep, nested, [2.0])) == [4.0]
+end
+
+# A preparation holds nothing but the signature: one serves all threads. Run with two or more.
+@testset "one preparation on $(Threads.nthreads()) threads" begin
+    f(x, p) = sum(p .* tanh.(x).^2)
+    p = [1.5, 0.5, -1.0]
+    points = [sin.(i .* [1.0, 2.0, 3.0]) for i in 1:64]
+    prep = DI.prepare_gradient(f, nested, first(points), Constant(p))
+    hvp_prep = DI.prepare_hvp(f, nested, first(points), (p,), Constant(p))
+    each(x) = (
+        DI.gradient(f, prep, nested, x, Constant(p)),
+        only(DI.hvp(f, hvp_prep, nested, x, (p,), Constant(p))),
+        only(Zygote.gradient(
+            x -> sum(abs2, DI.gradient(f, prep, nested, x, Constant(p))),
+            x,
+        )),
+    )
+    alone = map(each, points)
+    together = fetch.([Threads.@spawn each(x) for x in points])
+    @test together == alone
+    @test agree(first(first(alone)), differences(x -> f(x, p), first(points)))
 end
 
 @testset "in place" begin

@@ -26,6 +26,8 @@ const SCENARIOS = [
     ),
 ]
 
+const OPERATORS = (DI.hvp, DI.gradient_and_hvp, DI.prepare_hvp)
+
 @testset "$name" for (name, f, x, tx, p) in SCENARIOS
     gradient(x) = DI.gradient(f, nested, x, Constant(p))
     @test agree(gradient(x), differences(x -> f(x, p), x))
@@ -34,10 +36,7 @@ const SCENARIOS = [
         size(x),
     )
     expected = map(along, tx)
-    @test agree(DI.hvp(f, nested, x, tx, Constant(p)), expected)
-    @test agree(DI.gradient_and_hvp(f, nested, x, tx, Constant(p)), (gradient(x), expected))
-    prep = DI.prepare_hvp(f, nested, x, tx, Constant(p))
-    @test agree(DI.hvp(f, prep, nested, x, tx, Constant(p)), expected)
+    checkproducts(OPERATORS, nested, f, x, tx, p, gradient(x), expected)
     out = map(zero, tx)
     @test DI.hvp!(f, out, nested, x, tx, Constant(p)) === out && agree(out, expected)
 
@@ -47,16 +46,34 @@ const SCENARIOS = [
     y, g, h = DI.value_gradient_and_hessian(f, nested, x, Constant(p))
     @test agree((y, g, h), (f(x, p), gradient(x), hessian))
 
-    # in the point, the direction, the context and a capture
-    outer(x, t, p) = sum(abs2, only(DI.hvp(f, nested, x, (t,), Constant(p))))
-    z = (x, first(tx), p)
-    reference = differences(z -> outer(z...), z)
-    @test agree(Zygote.gradient(outer, z...), reference; rtol = 1.0e-6)
-    captured(p) = sum(abs2, only(DI.hvp(x -> f(x, p), nested, x, (first(tx),))))
-    @test agree(only(Zygote.gradient(captured, p)), last(reference); rtol = 1.0e-6)
-    @test agree(DI.gradient(captured, nested, p), last(reference); rtol = 1.0e-6)
-
     # DI's own second order over ours
     mixed = SecondOrder(AutoForwardDiff(), nested)
     @test agree(DI.hvp(f, mixed, x, tx, Constant(p)), expected)
+end
+
+@testset "each operator inside another" begin
+    f(x) = sum(sin.(x) .* x) * x[1]
+    x, v = [0.3, -0.4], [1.0, 0.5]
+    g(x) = DI.gradient(f, nested, x)
+    H = DI.hessian(f, nested, x)
+    @test agree(H, reduce(hcat, [differences(x -> g(x)[i], x) for i in 1:2]))
+    @test DI.jacobian(g, nested, x) ≈ H
+    @test only(DI.pushforward(g, nested, x, (v,))) ≈ H * v
+    @test only(DI.pullback(g, nested, x, (v,))) ≈ H * v
+    @test DI.derivative(t -> g(x .+ t .* v), nested, 0.0) ≈ H * v
+    @test DI.second_derivative(t -> f(x .+ t .* v), nested, 0.0) ≈ v' * H * v
+    # the third derivative, each way
+    third(x) = v' * DI.hessian(f, nested, x) * v
+    expected = differences(third, x)
+    @test agree(DI.gradient(third, nested, x), expected)
+    @test agree(
+        DI.gradient(x -> v' * only(DI.hvp(f, nested, x, (v,))), nested, x),
+        expected,
+    )
+    @test agree(vec(DI.jacobian(x -> [third(x)], nested, x)), expected)
+    @test agree(DI.derivative(t -> third(x .+ t .* v), nested, 0.0), expected' * v)
+    @test agree(
+        only(DI.pushforward(x -> DI.jacobian(g, nested, x), nested, x, (v,))) * v,
+        expected,
+    )
 end

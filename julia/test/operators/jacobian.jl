@@ -52,6 +52,12 @@ end
     )
 end
 
+@testset "no inputs" begin
+    @test DI.jacobian(x -> x.^2, nested, Float32[]) == zeros(Float32, 0, 0)
+    @test DI.jacobian(x -> [sum(x), 1.0], nested, Float64[]) == zeros(2, 0)
+    @test DI.hessian(x -> sum(x.^2), nested, Float64[]) == zeros(0, 0)
+end
+
 @testset "a batch that changes its size is an error" begin
     @test_throws "as many samples out as in" batched_jacobian(
         x -> x[:, 1:2],
