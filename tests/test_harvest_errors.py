@@ -92,6 +92,45 @@ def test_harvest_s_jit_and_scan_keep_ignored_values(f, grad):
     assert out == grad(f)(2.0)
 
 
+@pytest.mark.parametrize("grad", [jax.grad, harvest.grad, lambda f: f], ids=["jax", "harvest", ""])
+def test_harvest_s_jit_keeps_trees_and_order(grad):
+    def f(x, mode):
+        sow({"u": x, "v": (2 * x, 3 * x)}, "tree")
+        sow(x, "many", mode=mode)
+        sow(x * 2, "many", mode=mode)
+        return x**2
+
+    for mode, want in (("append", (3, 6)), ("last", 6)):
+        _, named = reap(grad(harvest.jit(lambda x: f(x, mode))))(3.0)  # noqa: B023
+        assert named["tree"].value == {"u": 3, "v": (6, 9)}
+        assert named["many"].value == want
+
+    def partly(x, mode):
+        sow(x, "many", mode=mode)
+        return sow(x * 2, "many", mode=mode)
+
+    for mode, want in (("append", (3, 6)), ("last", 6)):
+        g = harvest.jit(lambda x: partly(x, mode))  # noqa: B023
+        if grad is jax.grad and mode == "append":  # what is dead stays inside, in order
+            with pytest.raises(HarvestError, match=r"'many' was sown at .*harvest\.grad"):
+                reap(grad(g))(3.0)
+        elif grad is not jax.grad:
+            assert reap(grad(g))(3.0)[1]["many"].value == want
+
+
+@pytest.mark.parametrize(("mode", "used"), [("append", 0), ("append", 2), ("last", 0), ("last", 2)])
+def test_one_of_many_that_jax_removes(mode, used):
+    """Sown at one place, so by place alone a missing one would not be missed."""
+    f = jax.jit(lambda x: [sow(x**2 * i, "a", mode=mode) for i in (1.0, 2.0, 3.0)][used])
+    if (mode, used) == ("last", 2):
+        assert reap(jax.grad(f))(3.0)[1]["a"].value == 27
+    else:
+        with pytest.raises(HarvestError, match="'a' was sown at"):
+            reap(jax.grad(f))(3.0)
+    want = {"append": (9, 18, 27), "last": 27}[mode]
+    assert reap(harvest.grad(f))(3.0)[1]["a"].value == want
+
+
 def test_harvest_s_jit_is_jax_s():
     f = harvest.jit(lambda x, n: sow(x * n, "a"), static_argnums=1)
     assert isinstance(f, jax.stages.Wrapped)

@@ -6,12 +6,13 @@ called by its form, with these values as further outputs, and they are sown agai
 
 import functools
 import inspect
+import itertools
 import types
 
 import jax
 from jax import lax
 
-from .forms import Ask, form_of
+from .forms import Ask, form_of, group
 from .levels import living
 from .primitive import active, is_array, sow_p
 from .wrappers import Flat
@@ -28,22 +29,26 @@ def with_ignored(fun, *args, **kwargs):
     used = living(closed.jaxpr, flat.n_out)
     # What is marked, differentiated or under a custom rule is more than its value, and stays inside.
     more = lambda s: s.role != "value" or s.note or any(letter for _, letter, *_ in s.steps)
-    stay = {s.uid for s in form.spots if s.uid in used or more(s)}
+    # So does all of a name that is sown more than once, since its order counts.
+    inside = {s.name for s in form.spots if s.uid in used or more(s)}
+    stay = {s.uid for s in form.spots if s.name in inside}
     out = [s for s in form.spots if s.uid not in stay]
     if not out:
         outs = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *operands)
         return jax.tree.unflatten(flat.out_tree, outs)
     ask = Ask(frozenset(s.id for s in out), keep=frozenset(stay))
     outs, vals = form.call(closed.consts, operands, ask)
-    for s in out:
-        sow_again(s, vals[s.id], s.steps)
+    for _, leaves in itertools.groupby(out, lambda s: group(s.id)):
+        leaves = list(leaves)
+        sow_again(leaves, [vals[s.id] for s in leaves], leaves[0].steps)
     return jax.tree.unflatten(flat.out_tree, outs)
 
 
-def sow_again(spot, value, steps):
-    """Sow an output of a transformed function under the name it had inside."""
-    kept = {k: getattr(spot, k) for k in ("uid", "tree", "mode", "where")}
-    sow_p.bind(value, path=spot.name, leaves=(spot.leaf,), steps=steps, **kept)
+def sow_again(spots, values, steps):
+    """Sow leaves of one value, outputs of a transformed function, under the name it had inside."""
+    kept = {k: getattr(spots[0], k) for k in ("uid", "tree", "mode", "where")}
+    leaves = tuple(s.leaf for s in spots)
+    sow_p.bind(*values, path=spots[0].name, leaves=leaves, steps=steps, **kept)
 
 
 def scan(f, init, xs=None, length=None, reverse=False, unroll=1, _split_transpose=False):

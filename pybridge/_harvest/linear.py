@@ -67,4 +67,4 @@ def _sow_outputs(spots, vals, letter):
     """Sow values that are outputs of a transformed function, under their own names."""
     for s in spots:
         if s.id[1:] in vals:
-            sow_again(s, vals[s.id[1:]], (("diff", letter),))
+            sow_again([s], [vals[s.id[1:]]], (("diff", letter),))

@@ -18,7 +18,7 @@ import weakref
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
+from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive, get_opaque_trace_state
 from jax.interpreters import ad, batching, mlir
 
 _uids = itertools.count()
@@ -137,7 +137,8 @@ def sow(value, name, mode):
             )
     uid, where = new_uid(), _caller()
     if active.value is not None:
-        active.value.sown.append((path, where))
+        trace = get_opaque_trace_state()
+        active.value.sown.append((path, where, uid, mode, trace))
     out = sow_p.bind(
         *(leaf for _, leaf in with_paths),
         path=path,

@@ -61,6 +61,7 @@ class Program:
             spots += tuple(s.under("2", note=s.note or RULE_NOTE) for s in form.spots)
         self.spots = _strongest(spots)
         _none_missing(spots, self.call.sown)
+        self.call.sown.clear()  # what it holds of the traces
 
     def _second(self, want, consts, operands):
         def run(consts, operands):
@@ -159,11 +160,17 @@ def _no_side_effects(jaxpr):
 def _none_missing(spots, sown):
     """Every sow that ran in Python is in the program, or its loss is an error.
 
-    By name and place, not one by one: JAX may trace a function more than once.
+    By name and place, not one by one: JAX may trace a function more than once. Where one place may
+    sow a name many times: if any of one trace is there, all of them are, or with mode="last" the last.
     """
-    found = {(s.name, s.where) for s in spots}
-    for name, where in sown:
-        if (name, where) not in found:
+    found, uids = {(s.name, s.where) for s in spots}, {s.uid for s in spots}
+    many = [(name, trace, uid) for name, _, uid, mode, trace in sown if mode != "strict"]
+    for name, where, uid, mode, trace in sown:
+        partly = False
+        if mode != "strict" and uid not in uids:
+            there = [u for n, t, u in many if (n, t) == (name, trace) and u in uids]
+            partly = there and (mode == "append" or max(there) < uid)
+        if (name, where) not in found or partly:
             raise _lost(name, where)
 
 
