@@ -214,9 +214,8 @@ def _form_impl(*operands, function, **params):
     # One jitted call a form, kept with the function: a fresh lambda each time would be traced anew.
     key = tuple(params.items())
     if key not in function.compiled:
-        function.compiled[key] = jax.jit(
-            functools.partial(form_p.bind, function=function, **params)
-        )
+        jitted = jax.jit(functools.partial(form_p.bind, function=function, **params))
+        function.compiled[key] = function.engine.eager(jitted)
     return function.compiled[key](*operands)
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pybridge import JuliaError, julia_function
+from pybridge import JuliaError, julia_function, nested_grad
 from pybridge.julia.errors import julia_errors
 
 DTYPES = ["bool", "int32", "int64", "float32", "float64", "complex64", "complex128"]
@@ -208,6 +208,23 @@ def test_many_errors_leave_the_process_well(border):
                 f(-1.0).block_until_ready()
         else:
             assert f(float(n)) == n
+
+
+def test_wherever_the_error_arises_it_is_a_julia_error(border):
+    f = julia_function(
+        'x -> sum(x) < 0 ? error("no ", 1) : sum(x .^ 2)', result=jax.ShapeDtypeStruct((), "f")
+    )
+    steps = lambda x: jax.lax.scan(lambda c, _: (c * 1.01 + f(c), None), x, None, length=3)[0]
+    calls = [f, jax.grad(f), lambda x: nested_grad(f, x), lambda x: jax.vmap(f)(x[None]), steps]
+    calls += [julia_errors()(jax.jit(call)) for call in calls]
+    if border == "ffi":
+        # Dispatched asynchronously, as it has work beside Julia's: no need of `julia_errors`.
+        calls.append(jax.jit(lambda x: f(x) + jnp.sum(jnp.outer(x, x) @ jnp.ones((4, 400)))))
+    for call in calls:
+        for _ in range(2):
+            jax.block_until_ready(call(jnp.ones(4)))
+            with pytest.raises(JuliaError, match="no 1"):
+                jax.block_until_ready(call(-jnp.ones(4)))
 
 
 def test_jax_itself_makes_a_value_error_of_it_on_its_fast_path(border):

@@ -1,5 +1,6 @@
 """What may hang or crash a process: threads, signals, forks, exits, order of imports."""
 
+import importlib.util
 import socket
 import subprocess
 import sys
@@ -56,6 +57,24 @@ def test_threads_that_allocate_while_everybody_collects(julia_there):
         print("calls", count[0])
     """)
     assert int(done.stdout.split()[-1]) > 10
+
+
+def test_julia_prints_sleeps_and_runs_processes_on_any_thread(julia_there):
+    # Each waits for Julia's event loop, which by itself only the thread that started Julia turns.
+    done = script("""
+        import threading
+        code = 'x -> (sleep(0.01); println("from Julia"); run(`true`); sum(x))'
+        g = jax.jit(julia_function(code, result=jax.ShapeDtypeStruct((), "float32")))
+        x = jnp.ones(100_000)
+        def work():
+            for _ in range(5): assert g(x) == 100_000
+        ts = [threading.Thread(target=work) for _ in range(4)]
+        for t in ts: t.start()
+        from pybridge.julia.runtime import runtime
+        for _ in range(5): runtime().ask("GC.gc()")
+        for t in ts: t.join()
+    """)
+    assert done.stdout.split("\n") == ["from Julia"] * 20 + [""]
 
 
 def test_the_number_of_julias_threads_changes_no_bit(julia_there):
@@ -169,6 +188,38 @@ def test_a_forked_child_that_calls_a_compiled_program(julia_there):
             os._exit(9)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
     """)
+
+
+@pytest.mark.parametrize("path", ["ffi", "callback"])
+def test_a_forked_child_ends_as_any_other(julia_there, path):
+    # Without the border's care Julia's exit hook, JAX's client and juliacall's objects crash it.
+    done = script(
+        """
+        import os, sys, warnings
+        warnings.simplefilter("ignore")
+        f(jnp.ones(3)).block_until_ready()
+        from juliacall import Main as jl
+        held = [jl.seval(code) for code in ("Ref(1)", "x -> x + 1", "Dict(1 => [2])", "1:2")]
+        def uses():
+            try: julia_function("x -> x")(1.0)
+            except RuntimeError as e: assert "forked" in str(e)
+            else: raise SystemExit("used Julia")
+        for act, right in ((uses, 0), (lambda: sys.exit(3), 3), (lambda: held.clear(), 0),
+                           (lambda: 1 / 0, 1)):
+            if (pid := os.fork()) == 0:
+                break
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == right, act
+        if pid == 0:
+            act()
+        else:
+            assert f(jnp.ones(3)) > 0 and held[1](2) == 3
+            print("the parent is well")
+        """,
+        env={"PYBRIDGE_BORDER": path},
+    )
+    assert done.stdout == "the parent is well\n"
+    assert "ZeroDivisionError" in done.stderr
+    assert "signal" not in done.stderr
 
 
 def test_exit_with_pending_work_is_clean(julia_there):
@@ -291,6 +342,101 @@ def test_juliacall_imported_first(julia_there):
         "os.environ['PYTHON_JULIACALL_PROJECT'] = j.project\n"
         "from juliacall import Main as jl\n",
     )
+
+
+def test_pybridge_before_jax(julia_there):
+    run_python(
+        textwrap.dedent("""
+        import pybridge
+        f = pybridge.julia_function("x -> sum(x .^ 2)")
+        from pybridge.julia.runtime import runtime
+        assert runtime().ask("1 + 1") == "2"
+        import jax, jax.numpy as jnp
+        assert jax.jit(jax.grad(f))(jnp.ones(3)).tolist() == [2, 2, 2]
+        """)
+    )
+
+
+@pytest.mark.parametrize("order", ["torch, jax, pybridge", "jax, torch, pybridge", "pybridge, jax"])
+def test_torch_in_between(julia_there, order):
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("needs torch")
+    script(
+        """
+        f(jnp.ones(100))
+        import threading, torch
+        t = torch.ones(200, 200)
+        def work():
+            for _ in range(20): assert f(jnp.ones(100)) > 0 and float((t @ t).sum()) == 8e6
+        ts = [threading.Thread(target=work) for _ in range(3)]
+        for thread in ts: thread.start()
+        for thread in ts: thread.join()
+        """,
+        before="".join(f"import {name}\n" for name in order.split(", ")),
+    )
+
+
+def test_pythons_sigchld_is_kept_though_julia_precompiles(julia_there, tmp_path):
+    # Tiny1 and Tiny2 are precompiled as they are loaded, by a process that Julia has to wait for.
+    for n in (1, 2):
+        source = tmp_path / "packages" / f"Tiny{n}" / "src"
+        source.mkdir(parents=True)
+        uuid = f"6f0e2c5e-0000-4000-8000-00000000000{n}"
+        (source.parent / "Project.toml").write_text(f'name = "Tiny{n}"\nuuid = "{uuid}"\n')
+        code = f"module Tiny{n}\nexport tiny{n}\ntiny{n}(x) = {n}x\nend\n"
+        (source / f"Tiny{n}.jl").write_text(code)
+    script(
+        """
+        import signal, subprocess
+        heard = []
+        signal.signal(signal.SIGCHLD, lambda number, _: heard.append(number))
+        f(jnp.ones(3)).block_until_ready()
+        for n in (1, 2):
+            assert julia_function(f"tiny{n}", using=f"Tiny{n}")(2.0) == 2 * n
+            heard.clear()
+            assert subprocess.run(["sh", "-c", "exit 3"]).returncode == 3
+            assert heard
+        """,
+        env={
+            "JULIA_DEPOT_PATH": f"{tmp_path}/depot:",
+            "JULIA_LOAD_PATH": f"@:@stdlib:{tmp_path}/packages",
+        },
+    )
+    assert list((tmp_path / "depot" / "compiled").rglob("Tiny2*"))
+
+
+def test_julia_prints_on_xlas_threads_under_ipython(julia_there):
+    pytest.importorskip("IPython")
+    cell = START + textwrap.dedent("""
+        print_ = 'x -> (println("from Julia"); flush(stdout); sum(x))'
+        g = jax.jit(julia_function(print_, result=jax.ShapeDtypeStruct((), "float32")))
+        total = sum(float(g(jnp.arange(100_000.0) + n)) for n in range(20))
+    """)
+    done = run_python(
+        "from IPython.core.interactiveshell import InteractiveShell\n"
+        "shell = InteractiveShell.instance()\n"
+        f"shell.run_cell({cell!r}).raise_error()\n"
+        "assert not any('juliacall' in name for name in shell.extension_manager.loaded)\n"
+        "print('done')\n"
+    )
+    assert done.stdout.count("from Julia") == 20
+    assert done.stdout.endswith("done\n")
+
+
+def test_one_line_while_julia_starts_and_compiles(julia_there):
+    body = """
+        slow = julia_function("x -> (t = time(); while time() < t + 2.5; end; x)", name="slow",
+                              result=jax.ShapeDtypeStruct((), "f"))
+        print(slow(1.0))
+    """
+    assert script(body).stderr == ""
+    done = script(body, env={"PYBRIDGE_PROGRESS": "1"})
+    assert done.stdout == "1.0\n"
+    start, compiles = done.stderr.splitlines()
+    assert start.startswith("pybridge: starting Julia 1.")
+    assert compiles == "pybridge: Julia compiles the first call of slow ..."
+    wrong = script(body, env={"PYBRIDGE_PROGRESS": "yes"}, check=False)
+    assert "PYBRIDGE_PROGRESS is 'yes'; accepted are" in wrong.stderr
 
 
 def test_import_pybridge_starts_no_julia():

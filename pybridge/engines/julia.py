@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from pybridge import jets
-from pybridge.julia import border, structure
+from pybridge.julia import border, progress, structure
 from pybridge.julia.errors import julia_errors
-from pybridge.julia.runtime import lock, runtime, started
+from pybridge.julia.runtime import lock, refuse_fork, runtime, started
 
 _numbers = itertools.count(1)
 
@@ -131,6 +131,7 @@ class JuliaFunction:
         return engine
 
     def __call__(self, *args):
+        refuse_fork()  # before JAX is asked for anything, which may hang in a forked child
         with julia_errors():
             return jets.call(engine, self, *args)
 
@@ -145,7 +146,9 @@ class JuliaFunction:
             if isinstance(self.code, int):
                 self._id = self.code  # registered already, by Julia itself
             elif isinstance(self.code, str):
-                self._id = int(julia.ask(self._registration(), self.__name__))
+                loading = ", ".join(self.using) or self.__name__
+                with progress.Announcement(f"Julia loads {loading}"), julia.children:
+                    self._id = int(julia.ask(self._registration(), self.__name__))
             else:
                 register = julia.juliacall.Main.seval(
                     "(f, name) -> Base.get_extension(NestedGradients, "
@@ -229,6 +232,10 @@ class JuliaEngine:
         # long as any program that calls it.
         self.plans = weakref.WeakKeyDictionary()
 
+    def eager(self, jitted):
+        # What calls a form outside of jit: errors keep their class (see errors.py).
+        return julia_errors()(jitted)
+
     def trace(self, target, in_tree, in_avals):
         if target.result is not None:
             return _given_result(target, in_tree, in_avals)
@@ -238,7 +245,10 @@ class JuliaEngine:
             for leaf in leaves
         ]
         args = f"NestedGradients.fill({target.skeleton(in_tree)}, {structure.tuple_of(examples)})"
-        answer = runtime().ask(f"describe({target.id}, {args})", target.__name__)
+        with progress.Announcement(
+            f"Julia compiles {target.__name__}, to learn its result's shape"
+        ):
+            answer = runtime().ask(f"describe({target.id}, {args})", target.__name__)
         return structure.structs_of(answer, target.axes)
 
     def evaluate(self, operands, *, function, open, sizes, zflags, sflags):
@@ -270,6 +280,7 @@ class JuliaEngine:
             julia = runtime()
             number = int(julia.ask(_plan_code(function, **params), function.target.__name__))
             table[key] = number
+            progress.watch_first_call(function.target.__name__, julia.inside)
             weakref.finalize(function, julia.forget, f"remove_plan({number})").atexit = False
         return table[key]
 

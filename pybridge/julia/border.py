@@ -1,5 +1,6 @@
 """How a compiled program reaches Julia: XLA's typed FFI, or ``jax.pure_callback`` where it cannot."""
 
+import ctypes
 import functools
 import os
 import re
@@ -7,6 +8,7 @@ import warnings
 from pathlib import Path
 
 import jax
+import jax.extend.backend
 import numpy as np
 
 from pybridge.julia.runtime import runtime
@@ -47,6 +49,18 @@ def _registered() -> bool:
     return True
 
 
+@functools.cache
+def _outlive_forks():
+    os.register_at_fork(after_in_child=_keep_clients)
+
+
+def _keep_clients():
+    # The end of a forked child destroys JAX's clients, which wait for threads that the child does
+    # not have: a segmentation fault, with or without Julia. A reference more, and they stay.
+    for client in jax.extend.backend.backends().values():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
+
+
 def _header_major() -> int | None:
     header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
     try:
@@ -70,6 +84,7 @@ def call(plan: int, operands, ranks, structs, result_ranks, axes: str):
     """
     if not structs:
         return []
+    _outlive_forks()
     layouts = [_layout(x.ndim, rank, axes) for x, rank in zip(operands, ranks)]
     result_layouts = [_layout(len(s.shape), rank, axes) for s, rank in zip(structs, result_ranks)]
     if path() == "ffi":

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 
-from pybridge.julia import find
+from pybridge.julia import find, progress
 from pybridge.julia.errors import JuliaError, JuliaNotFoundError
 
 #: Take this round calls of juliacall's own from more than one thread. A thread that is in Julia and
@@ -46,7 +46,7 @@ def runtime() -> "Runtime":
       RuntimeError: this process is a fork of one that had started Julia.
     """
     global _runtime
-    _refuse_fork()
+    refuse_fork()
     if _runtime is None:
         with _starting:
             if _runtime is None:
@@ -58,7 +58,7 @@ def started() -> bool:
     return _runtime is not None and not _forked
 
 
-def _refuse_fork():
+def refuse_fork():
     if _forked:
         raise RuntimeError(
             "this process was forked from one that had started Julia, and a Julia runtime does not "
@@ -98,6 +98,7 @@ class Runtime:
         running = before is not None and getattr(before, "CONFIG", {}).get("inited", False)
         embedded = before is not None and not getattr(before, "CONFIG", {}).get("init", True)
         self.found = None
+        self.children = _Children()
         if running or embedded:
             # Somebody else started it: its signals are as they are, and so is its project.
             signals = _Signals()
@@ -107,7 +108,9 @@ class Runtime:
             self.found = find.find()
             _set_environment(self.found)
             signals = _Signals()
-            with signals, _Announcement(self.found.version):
+            starting = f"starting Julia {self.found.version}"
+            # At once: Python stands still until Julia is there.
+            with signals, self.children, progress.Announcement(starting, patience=0):
                 self.juliacall = importlib.import_module("juliacall")
                 addresses = self._load()
             self.signals_on = self.juliacall.CONFIG.get("opt_handle_signals") in (True, "yes")
@@ -173,7 +176,7 @@ class Runtime:
         Raises:
           JuliaError: Julia threw; ``name`` is who it is reported of.
         """
-        _refuse_fork()
+        refuse_fork()
         while self._leaving:
             try:
                 farewell = self._leaving.popleft()
@@ -197,9 +200,13 @@ class Runtime:
         finally:
             self._release(pointer)
 
+    def inside(self) -> int:
+        """How many calls Julia is in."""
+        return 0 if _forked else self._inside.value
+
     def run(self, plan: int, inputs, outputs) -> str | None:
         """Run a plan on NumPy arrays, already laid out; the report of an error, or None."""
-        _refuse_fork()
+        refuse_fork()
         report = self._run(plan, _pointers(inputs), _pointers(outputs))
         return self._text(report) if report else None
 
@@ -209,7 +216,7 @@ class Runtime:
 
     def call(self, f, *args):
         """``f(*args)`` for a callable of juliacall's, with the lock that such calls need."""
-        _refuse_fork()
+        refuse_fork()
         with lock:
             return f(*args)
 
@@ -227,7 +234,7 @@ class Runtime:
                     continue  # an error nobody waited for is nobody's now
         self._gate.value = _CLOSED
         patience = time.monotonic() + 60
-        while self._inside.value > 0 and time.monotonic() < patience:
+        while self.inside() and time.monotonic() < patience:
             time.sleep(0.001)
         self._unsafe_enter()
 
@@ -235,6 +242,19 @@ class Runtime:
         global _forked
         _forked = True
         self._gate.value = _FORKED
+        # juliacall's exit hook would take down, in the child, a Julia that is the parent's: its
+        # tasks, its files, its processes. It looks the function up when it runs.
+        library = getattr(self.juliacall, "CONFIG", {}).get("lib")
+        if library is not None:
+            library.jl_atexit_hook = lambda code: None
+        # Julia code runs whenever Python destroys an object of juliacall's, at the latest as the
+        # child ends, and crashes it. The destructor of a plain object is enough there: in
+        # PyTypeObject it follows the head, ob_size and tp_name, tp_basicsize, tp_itemsize.
+        values = getattr(self.juliacall, "ValueBase", None)
+        if values is not None:
+            place = object.__basicsize__ + 4 * ctypes.sizeof(ctypes.c_void_p)
+            theirs, plain = (ctypes.c_void_p.from_address(id(t) + place) for t in (values, object))
+            theirs.value = plain.value
 
 
 def _pointers(arrays):
@@ -258,29 +278,13 @@ def _set_environment(found):
         os.environ["PYTHON_JULIACALL_BINDIR"] = found.bindir
 
 
-class _Announcement:
-    """One line on a terminal's stderr while Julia starts, since it takes seconds."""
-
-    def __init__(self, version):
-        self.text = f"pybridge: starting Julia {version} ..."
-        self.shown = sys.stderr is not None and sys.stderr.isatty()
-
-    def __enter__(self):
-        if self.shown:
-            print(self.text, end="", flush=True, file=sys.stderr)
-
-    def __exit__(self, *_):
-        if self.shown:
-            print("\r" + " " * len(self.text) + "\r", end="", flush=True, file=sys.stderr)
-
-
 class _Signals:
     """Whose handler serves which signal.
 
     Julia keeps those that it is made of: SIGSEGV is how a thread is stopped at a safepoint, SIGFPE
-    is a DivideError, SIGUSR2 interrupts a thread for a backtrace, SIGCHLD ends a wait. All others go
-    back to what they were before the start, SIGINT and SIGTERM first of all, and the thread's
-    signal mask, in which Julia blocks them, with them.
+    is a DivideError, SIGUSR2 interrupts a thread for a backtrace. All others go back to what they
+    were before the start, SIGINT and SIGTERM first of all, and the thread's signal mask, in which
+    Julia blocks them, with them; of SIGCHLD see ``_Children``.
 
     Python's faulthandler wants SIGSEGV too. Enabled before Julia's start and disabled later (as
     pytest does at exit) it would restore a handler from before Julia; enabled after the start it
@@ -289,8 +293,6 @@ class _Signals:
     back. It then reports the other fatal signals, and Julia reports segmentation faults.
     """
 
-    # SIGCHLD is how libuv learns that a child of Julia's has ended: without it, loading a package
-    # that has to be precompiled waits for ever.
     JULIAS = frozenset(
         {
             signal.SIGSEGV,
@@ -335,6 +337,32 @@ class _Signals:
 
         enable.__doc__ = plain.__doc__
         faulthandler.enable = enable
+
+
+class _Children:
+    """Who hears that a child process has ended, in a block in which Julia may start one.
+
+    Julia's libuv sets a handler for SIGCHLD when it starts its first process, to precompile a
+    package for instance, and counts on it from then on: with another in its place Julia waits for
+    ever. Where somebody else had a handler before, that one is back after the block, and libuv's in
+    the next block.
+    """
+
+    def __init__(self):
+        self.libuvs = None
+
+    def __enter__(self):
+        self.before = _sigaction(signal.SIGCHLD)
+        if self.libuvs is not None:
+            _sigaction(signal.SIGCHLD, self.libuvs)
+
+    def __exit__(self, *_):
+        after = _sigaction(signal.SIGCHLD)
+        if after != self.before:
+            self.libuvs = after
+            # The first word of the struct; 0 and 1 are the default and nobody.
+            if int.from_bytes(self.before[:8], sys.byteorder) > 1:
+                _sigaction(signal.SIGCHLD, self.before)
 
 
 # The action as the C library holds it: Python's signal.signal knows only handlers set by Python.

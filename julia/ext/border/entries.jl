@@ -143,6 +143,10 @@ The addresses, for Python: made at run time, since a precompiled one would not b
 function pointers()
     REFUSALS[] = refusals()
     rehearse_refusal()
+    # Whoever prints to a pipe or terminal, sleeps or starts a process waits for Julia's event loop.
+    # Only Julia's first thread turns it, and that one is Python's, except inside a threaded region:
+    # there any thread that waits does. So all of Julia is one from here on.
+    ccall(:jl_enter_threaded_region, Cvoid, ())
     addresses = (
         handle = @cfunction(handle, Ptr{Cvoid}, (Ptr{CallFrame},)),
         run = @cfunction(run, Ptr{UInt8}, (Int64, Ptr{Ptr{Cvoid}}, Ptr{Ptr{Cvoid}})),
