@@ -236,3 +236,156 @@ end
     )[1]
     @test close(Zygote.gradient(outer, 1.1)[1], 8 * 1.1^7)
 end
+
+# ---- counted loops, and loops that stack rows ----
+
+@testset "fori" begin
+    f(w, x, lower, upper; options...) = sum(
+        sin,
+        bounded_fori_loop(lower, upper, (i, x) -> rotate(i .* w, x), x; options...),
+    )
+    by_hand(w, x, lower, upper) = sum(
+        sin,
+        foldl((x, i) -> rotate(i .* w, x), lower:(upper - 1); init = x),
+    )
+    for (lower, upper) in ((0, 4), (-2, 3), (3, 3), (5, 2)), checkpoints in (:auto, 2)
+        @test f(W, X, lower, upper; checkpoints) == by_hand(W, X, lower, upper)
+        for g in (
+                x -> f(W, x, lower, upper; checkpoints),
+                x -> f(W, x, lower, upper; checkpoints, max_steps = 8),
+            )
+            @test close(
+                Zygote.gradient(g, X)[1],
+                central(x -> by_hand(W, x, lower, upper), X);
+                tol = 1.0e-8,
+            )
+            @test close(
+                ForwardDiff.gradient(g, X),
+                ForwardDiff.gradient(x -> by_hand(W, x, lower, upper), X),
+            )
+        end
+    end
+    dw = Zygote.gradient(w -> f(w, X, 1, 5), W)[1]
+    @test close(dw, central(w -> by_hand(w, X, 1, 5), W); tol = 1.0e-8)
+    over = ForwardDiff.jacobian(x -> Zygote.gradient(x -> f(W, x, 0, 4), x)[1], X)
+    @test close(over, ForwardDiff.hessian(x -> by_hand(W, x, 0, 4), X))
+    add(; options...) = bounded_fori_loop(0, 20, (i, x) -> x + i, 0.0; options...)
+    @test add(; max_steps = 8, return_steps = true) == (28.0, 8)
+    @test add(; return_steps = true) == (190.0, 20)
+    @test isnan(add(; max_steps = 8, on_limit = :nan))
+    @test add(; max_steps = 20, on_limit = :raise) == 190.0
+    @test_throws "max_steps = 8" add(; max_steps = 8, on_limit = :raise)
+    @test_throws "upper is 2.5" bounded_fori_loop(0, 2.5, (i, x) -> x, 1.0)
+    @test_throws "lower is true" bounded_fori_loop(true, 3, (i, x) -> x, 1.0)
+end
+
+# The states before each step, times a matrix, and a number; ten times as many cotangents as steps.
+function scanned(w, x, n; options...)
+    body(s) = ((rotate(w, s[1]), s[2] + 1), (m = w .* s[1]', k = s[2], v = (sum(s[1]),)))
+    return bounded_scan_until(s -> s[2] < n, body, (x, 0); max_steps = 6, options...)
+end
+
+function scan_loss((val, ys))
+    weigh(a) = sum(a .* sin.(1:length(a)))
+    return sum(sin, val[1]) + weigh(vec(ys.m).^2) + weigh(ys.v[1].^2)
+end
+
+function scan_by_hand(w, x, n)
+    m, v = zeros(eltype(w .* x'), 6, 3, 3), zeros(eltype(w .* x'), 6)
+    for k in 1:n
+        m[k, :, :] .= w .* x'
+        v[k] = sum(x)
+        x = rotate(w, x)
+    end
+    return (x, n), (; m, k = vcat(0:(n - 1), zeros(Int, 6 - n)), v = (v,))
+end
+
+@testset "scan until" begin
+    for n in (0, 1, 4, 6), checkpoints in (:auto, 1, 2)
+        (val, ys), steps = scanned(W, X, n; checkpoints, return_steps = true)
+        want, rows = scan_by_hand(W, X, n)
+        @test steps == n
+        @test val == want
+        @test ys == rows
+        f(w, x) = scan_loss(scanned(w, x, n; checkpoints))
+        by_hand(w, x) = scan_loss(scan_by_hand(w, x, n))
+        dw, dx = Zygote.gradient(f, W, X)
+        @test close(dx, central(x -> by_hand(W, x), X); tol = 1.0e-8)
+        @test close(something(dw, zero(W)), central(w -> by_hand(w, X), W); tol = 1.0e-8)
+        @test close(
+            ForwardDiff.gradient(x -> f(W, x), X),
+            ForwardDiff.gradient(x -> by_hand(W, x), X),
+        )
+    end
+    f(x) = scan_loss(scanned(W, x, 5; checkpoints = 2))
+    second = ForwardDiff.hessian(x -> scan_loss(scan_by_hand(W, x, 5)), X)
+    @test close(ForwardDiff.jacobian(x -> Zygote.gradient(f, x)[1], X), second)
+    @test close(DI.hessian(f, AutoNested(DI.AutoZygote()), X), second)
+    # only the rows, and only the final value, are wanted
+    @test close(
+        Zygote.gradient(x -> sum(abs2, scanned(W, x, 3)[2].m), X)[1],
+        central(x -> sum(abs2, scan_by_hand(W, x, 3)[2].m), X);
+        tol = 1.0e-8,
+    )
+    @test close(
+        Zygote.gradient(x -> sum(sin, scanned(W, x, 3)[1][1]), X)[1],
+        Zygote.gradient(x -> plain(W, x, 3), X)[1],
+    )
+end
+
+@testset "frule of a scan" begin
+    struct_body = Scaled(0.8)
+    paired = x -> (struct_body(x), 3x)
+    ChainRulesCore.frule_via_ad(::ByDuals, (_, dx), ::typeof(paired), x) = (
+        paired(x),
+        (ForwardDiff.derivative(struct_body, x) * dx, 3dx),
+    )
+    (y, steps, rows), dy = ChainRulesCore.frule(
+        ByDuals(),
+        (NoTangent(), NoTangent(), NoTangent(), 2.0, NoTangent(), NoTangent()),
+        NestedGradients.run_scan,
+        x -> abs(x) > 0.3,
+        paired,
+        1.5,
+        4,
+        :auto,
+    )
+    along(t, k) = foldl((x, _) -> struct_body(x), 1:k; init = 1.5 + 2t)
+    @test steps == 4
+    @test y == along(0.0, 4)
+    @test close(dy[1], ForwardDiff.derivative(t -> along(t, 4), 0.0))
+    stacked, dots = ChainRulesCore.frule(
+        (NoTangent(), dy[3]),
+        NestedGradients.stack_rows,
+        rows,
+        nothing,
+        5,
+    )
+    @test stacked == [3 .* along.(0.0, 0:3); 0.0]
+    @test close(
+        dots,
+        [[3 * ForwardDiff.derivative(t -> along(t, k), 0.0) for k in 0:3]; 0.0],
+    )
+end
+
+@testset "scan: limits, errors and rows past the stop" begin
+    halve(x; options...) = bounded_scan_until(>(1), x -> (x / 2, log(x - 1)), x; options...)
+    @test halve(6.0; max_steps = 6)[2] == [log(5.0), log(2.0), log(0.5), 0, 0, 0]
+    d = Zygote.gradient(x -> sum(halve(x; max_steps = 6)[2]), 6.0)[1]
+    @test close(d, 1 / 5 + 0.5 / 2 + 0.25 / 0.5)
+    (x, ys), n = halve(6.0; max_steps = 2, on_limit = :nan, return_steps = true)
+    @test isnan(x) && all(isnan, ys) && n == 2
+    @test_throws "max_steps = 2" halve(6.0; max_steps = 2, on_limit = :raise)
+    @test halve(6.0; max_steps = 0)[1] == 6.0
+    @test size(halve(6.0; max_steps = 0)[2]) == (0,)
+    @test_throws "max_steps is nothing" halve(6.0; max_steps = nothing)
+    @test_throws "pair" bounded_scan_until(>(1), x -> x / 2, 6.0; max_steps = 3)
+    @test_throws "made of numbers" bounded_scan_until(
+        >(1),
+        x -> (x / 2, "x"),
+        6.0;
+        max_steps = 3,
+    )
+    grows(x) = (x / 2, zeros(round(Int, x)))
+    @test_throws DimensionMismatch bounded_scan_until(>(1), grows, 6.0; max_steps = 3)
+end
