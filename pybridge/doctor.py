@@ -147,7 +147,7 @@ def package_versions(project) -> dict[str, str]:
 
 def _threads_and_signals(report, engine):
     threads = os.environ.get("PYTHON_JULIACALL_THREADS") or os.environ.get("JULIA_NUM_THREADS")
-    report.fact("Julia threads", f"{threads or 1} (JULIA_NUM_THREADS)")
+    report.fact("Julia threads", f"{threads or 2} (JULIA_NUM_THREADS; the first is Python's)")
     signals = find.option("handle-signals")
     report.fact("Julia's signal handlers", signals or "yes (set at start)")
     if signals == "no" and engine == "julia":

@@ -242,6 +242,20 @@ def test_a_result_of_another_shape_than_declared(border):
         jax.jit(f)(jnp.ones(4)).block_until_ready()
 
 
+def test_nothing_where_a_value_is_declared(border):
+    f = julia_function("x -> nothing", result=jax.ShapeDtypeStruct((), "float32"))
+    with pytest.raises(JuliaError, match="returned nothing where a number or an array"):
+        f(1.0)
+
+
+@pytest.mark.parametrize("message", ['"a\\0b"', "String(UInt8[0x61, 0xff, 0x62])"])
+def test_a_message_that_is_no_text(border, message):
+    f = julia_function(f"x -> error({message})", result=jax.ShapeDtypeStruct((), "float32"))
+    with pytest.raises(JuliaError, match="a\ufffdb") as caught:
+        f(1.0)
+    assert len(caught.value.lines) == 1
+
+
 def test_nan_passes(border):
     assert np.isnan(jax.jit(julia_function("x -> x + 1"))(jnp.nan))
     with jax.debug_nans(True):

@@ -270,6 +270,10 @@ def _set_environment(found):
         # Safepoints are a SIGSEGV that Julia handles: without its handlers a second thread in
         # Julia is a crash. juliacall's default is off; a user's own choice stands.
         os.environ.setdefault("PYTHON_JULIACALL_HANDLE_SIGNALS", "yes")
+    if find.option("threads") is None and os.environ.get("JULIA_NUM_THREADS", "1") in ("", "1"):
+        # The first thread is Python's. A task that Julia code spawns needs another, or it waits for
+        # ever when XLA's thread waits for it.
+        os.environ["PYTHON_JULIACALL_THREADS"] = "2"
     # Its IPython extension writes Julia's output into Python from a Julia task, which crashes when
     # Julia prints on a thread of XLA's. The output arrives without it.
     os.environ.setdefault("PYTHON_JULIACALL_AUTOLOAD_IPYTHON_EXTENSION", "no")

@@ -16,8 +16,11 @@ function report(name::AbstractString, e, backtrace)
         print(io, "\n  at ", line)
     end
     print(io, REPORT_END)
-    return String(take!(io))
+    return legible(String(take!(io)))
 end
+
+# It goes to Python as a C string in UTF-8, whatever the user's message holds.
+legible(text) = map(c -> isvalid(c) && c != '\0' ? c : '\ufffd', text)
 
 message_of(e::LoadError) = message_of(e.error)
 message_of(e::TaskFailedException) = message_of(first(current_exceptions(e.task)).exception)

@@ -292,8 +292,12 @@ function run_sample(
 ) where {F, A, R, Z, S, O, L, Open}
     args = NestedGradients.fill(plan.args, z)
     if Open == 0 && fieldcount(S) == 1
-        value = plan.call(args...)
-        store_leaves!(plan.out, outputs, at, NestedGradients.flatten(plan.result, value))
+        value = NestedGradients.flatten(plan.result, plan.call(args...))
+        any(isnothing, value) &&
+            throw(ArgumentError(
+                "the function returned nothing where a number or an array was expected",
+            ))
+        store_leaves!(plan.out, outputs, at, value)
         return nothing
     end
     slots = ntuple(Val(fieldcount(S))) do j
@@ -313,17 +317,22 @@ function run_sample(
 end
 
 # Samples on Julia's threads. The chunks depend on the number of samples alone and their sums are
-# added in order, so the result is the same to the last bit for any number of threads.
+# added in order, so the result is the same to the last bit for any number of threads. A lone thread
+# is Python's and takes no tasks.
 const CHUNKS = 16
 
 function run_chunks(plan, inputs, outputs)
     positions = collect(samples(plan.sizes))
     chunks = collect(Iterators.partition(positions, cld(length(positions), CHUNKS)))
     sums = [partial_sums(plan.out) for _ in chunks]
-    tasks = map(chunks, sums) do chunk, own
-        Threads.@spawn run_chunk(plan, inputs, outputs, chunk, own)
+    if Threads.nthreads() == 1
+        foreach((chunk, own) -> run_chunk(plan, inputs, outputs, chunk, own), chunks, sums)
+    else
+        tasks = map(chunks, sums) do chunk, own
+            Threads.@spawn run_chunk(plan, inputs, outputs, chunk, own)
+        end
+        foreach(wait, tasks)
     end
-    foreach(wait, tasks)
     for own in sums, (i, part) in pairs(own)
         part === nothing && continue
         target = unsafe_wrap(Array, Ptr{eltype(part)}(data(outputs, i)), length(part))
