@@ -1,7 +1,7 @@
-"""``bounded_while_loop`` in Python and in Julia on the loops people write, and a plain loop.
+"""Bounded loops in Python and in Julia on the loops people write, and a plain loop.
 
 A case is a function of parameters to an array and the number of steps taken, written in both
-languages on a ``loop`` that is called like ``bounded_while_loop``. Compared are the value, the
+languages on one of the three loops, which it gets as ``loop``. Compared are the value, the
 gradient of a weighted sum, with all states kept and with three of them, the second derivative along
 a direction (forward over reverse), and the number of steps.
 """
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pybridge.loops import bounded_while_loop
+from pybridge.loops import bounded_fori_loop, bounded_scan_until, bounded_while_loop
 
 QUANTITIES = ("value", "gradient", "gradient, 3 checkpoints", "second derivative", "steps")
 TOLERANCE = 1e-10
@@ -33,6 +33,7 @@ class Case:
     """``python(p, loop) -> (array, steps)``, and the Julia function of the same name."""
 
     name: str
+    loop: str
     python: object
     p: np.ndarray
     dp: np.ndarray
@@ -120,10 +121,31 @@ def recurrence(p, loop):
     return jnp.ravel(x), n
 
 
+def continued_fraction(p, loop):
+    """A continued fraction of given depth, from the inside out, whose terms the index counts."""
+    a, b = p
+    term = lambda i, x: a * (i + 1) / (b + jnp.sin(x) + x**2)
+    x, n = loop(-3, 9, term, b, 40)
+    return jnp.array([x, x * a]), n
+
+
+def pendulum(p, loop):
+    """A pendulum's swing until it turns: angles and speeds of every step."""
+    length, y0, v0 = p
+
+    def step(state):
+        y, v = state
+        v = v - 0.05 / length * jnp.sin(y)
+        return (y + 0.05 * v, v), jnp.array([y, v * y])
+
+    ((y, _), rows), n = loop(lambda state: state[1] > 0, step, (y0, v0), 24)
+    return jnp.append(jnp.ravel(rows), y), n
+
+
 def _cases():
     draw = np.random.default_rng(5)
-    case = lambda fun, p, size: Case(
-        fun.__name__, fun, np.asarray(p), draw.normal(size=len(p)), draw.normal(size=size)
+    case = lambda fun, p, size, loop="while": Case(
+        fun.__name__, loop, fun, np.asarray(p), draw.normal(size=len(p)), draw.normal(size=size)
     )
     return (
         case(newton, [1.3, 2.7], 2),
@@ -132,6 +154,8 @@ def _cases():
         case(power_iteration, 0.5 * draw.normal(size=9), 4),
         case(descent, [0.15, 0.3, 1.0, -0.5, 0.8, 0.2], 2),
         case(recurrence, 0.6 * draw.normal(size=13), 6),
+        case(continued_fraction, [0.4, 1.7], 2, "fori"),
+        case(pendulum, [1.3, 0.2, 0.12], 49, "scan"),
     )
 
 
@@ -140,16 +164,15 @@ CASES = _cases()
 
 # ---- the sides ----
 
+LOOPS = {"while": bounded_while_loop, "fori": bounded_fori_loop, "scan": bounded_scan_until}
+
 
 def python_side(case):
     """Five arrays, as ``QUANTITIES``, compiled as one program."""
 
     def loop(checkpoints):
-        def call(cond, body, init, max_steps):
-            options = {"checkpoints": checkpoints, "return_steps": True}
-            return bounded_while_loop(cond, body, init, max_steps, **options)
-
-        return call
+        options = {"checkpoints": checkpoints, "return_steps": True}
+        return lambda *args: LOOPS[case.loop](*args, **options)
 
     weighted = lambda checkpoints: lambda p: case.weights @ case.python(p, loop(checkpoints))[0]
 
@@ -162,7 +185,7 @@ def python_side(case):
         return tuple(map(np.asarray, jax.jit(program)(case.p)))
 
 
-def plain_loop(cond, body, init, max_steps):
+def plain_while(cond, body, init, max_steps):
     """The written semantic."""
     val, steps = init, 0
     while steps < max_steps and cond(val):
@@ -170,12 +193,31 @@ def plain_loop(cond, body, init, max_steps):
     return val, steps
 
 
+def plain_fori(lower, upper, body, init, max_steps):
+    val, indices = init, range(lower, min(upper, lower + max_steps))
+    for i in indices:
+        val = body(i, val)
+    return val, len(indices)
+
+
+def plain_scan(cond, body, init, max_steps):
+    val, rows = init, []
+    while len(rows) < max_steps and cond(val):
+        val, row = body(val)
+        rows.append(row)
+    zeros = [jnp.zeros_like(rows[0])] * (max_steps - len(rows))
+    return (val, jnp.stack(rows + zeros)), len(rows)
+
+
+PLAIN = {"while": plain_while, "fori": plain_fori, "scan": plain_scan}
+
+
 def loop_side(case):
     """The same by the plain loop, and central differences of the gradient and of the value. Both
     follow the number of steps of the point itself, where the derivative is."""
     with jax.enable_x64(True):
-        value, steps = case.python(jnp.asarray(case.p), plain_loop)
-        fixed = jax.jit(lambda p: case.weights @ case.python(p, _taking(steps))[0])
+        value, steps = case.python(jnp.asarray(case.p), PLAIN[case.loop])
+        fixed = jax.jit(lambda p: case.weights @ case.python(p, _taking(case.loop, int(steps)))[0])
         slope = jax.jit(jax.grad(fixed))
         central = lambda f, v, h: (f(case.p + h * v) - f(case.p - h * v)) / (2 * h)
         gradient = np.array([central(fixed, v, 1e-6) for v in np.eye(len(case.p))])
@@ -183,13 +225,20 @@ def loop_side(case):
         return np.asarray(value), gradient, gradient, bend, np.array([steps])
 
 
-def _taking(steps):
-    def call(cond, body, init, max_steps):
-        del cond, max_steps
-        # Differentiated by jax as a scan.
-        return jax.lax.fori_loop(0, steps, lambda _, val: body(val), init), steps
+def _taking(loop, steps):
+    """The loop with its number of steps given, which jax differentiates as a scan or a plain loop."""
+    if loop == "fori":
+        return plain_fori
+    if loop == "scan":
+        # The first steps are those that cond allows.
+        return lambda _, body, init, max_steps: _scanned(body, init, max_steps, steps)
+    fixed = lambda _, body, init, __: jax.lax.fori_loop(0, steps, lambda _, val: body(val), init)
+    return lambda *args: (fixed(*args), steps)
 
-    return call
+
+def _scanned(body, init, max_steps, steps):
+    val, rows = jax.lax.scan(lambda val, _: body(val), init, None, length=steps)
+    return (val, jnp.pad(rows, ((0, max_steps - steps), (0, 0)))), steps
 
 
 JULIA = r"""
@@ -256,9 +305,30 @@ function recurrence(p, loop)
     return vec(permutedims(x)), n
 end
 
+function continued_fraction(p, loop)
+    a, b = p[1], p[2]
+    x, n = loop(-3, 9, (i, x) -> a * (i + 1) / (b + sin(x) + x^2), b, 40)
+    return [x, x * a], n
+end
+
+function pendulum(p, loop)
+    function step((y, v))
+        v = v - 0.05 / p[1] * sin(y)
+        return (y + 0.05 * v, v), [y, v * y]
+    end
+    ((y, _), rows), n = loop(state -> state[2] > 0, step, (p[2], p[3]), 24)
+    return vcat(vec(permutedims(rows)), y), n
+end
+
+function loop_of(case)
+    case === continued_fraction && return NestedGradients.bounded_fori_loop
+    case === pendulum && return NestedGradients.bounded_scan_until
+    return NestedGradients.bounded_while_loop
+end
+
 function run(case, p, dp, weights)
-    loop(checkpoints) = (cond, body, init, max_steps) -> NestedGradients.bounded_while_loop(
-        cond, body, init; max_steps, checkpoints, return_steps = true
+    loop(checkpoints) = (args...) -> loop_of(case)(
+        args[1:(end - 1)]...; max_steps = args[end], checkpoints, return_steps = true
     )
     gradient(p, checkpoints) = Zygote.gradient(p -> sum(weights .* case(p, loop(checkpoints))[1]), p)[1]
     value, steps = case(p, loop(:auto))
@@ -300,7 +370,7 @@ def compare(case, source, got, want, tolerances):
         error = float(np.max(np.abs(a - b), initial=0.0)) / scale if same else float("inf")
         rows.append(
             {
-                "name": f"bounded_while_loop {case.name}, {source}",
+                "name": f"bounded {case.loop} loop, {case.name}, {source}",
                 "quantity": quantity,
                 "error": error,
                 "tolerance": tolerances[quantity],
