@@ -38,7 +38,8 @@ def bounded_while_loop(
     ``grad``, ``jvp``, ``vjp``, ``vmap`` and ``checkpoint``, and both functions may close over
     traced values, which get gradients too. Under ``vmap`` lanes may stop at different times; a lane
     that has stopped is not evaluated on stale values. Derivatives are those of the steps taken: the
-    number of steps counts as a constant.
+    number of steps counts as a constant. Inside ``jax.shard_map`` derivatives need its
+    ``check_vma=False``.
 
     Args:
       cond_fun: function from the carry to a boolean scalar.
@@ -48,8 +49,8 @@ def bounded_while_loop(
       max_steps: the most steps to take, a Python or NumPy integer of at least 0. None means no
         bound, and then there is forward mode only.
       checkpoints: what the forward pass keeps for the reverse pass. ``"auto"`` keeps what makes
-        the gradient fastest while it fits a budget of 16 MiB, and checkpoints beyond it: then time
-        grows by a factor of the logarithm of ``max_steps``. An integer of at least 1 is the number
+        the gradient fastest while it fits a budget of 16 MiB, which lanes of ``vmap`` share, and
+        checkpoints beyond it: then time grows by a factor of the logarithm of ``max_steps``. An integer of at least 1 is the number
         of carries that may be kept at once.
       on_limit: what to do if the loop ends at ``max_steps`` with ``cond_fun`` still true.
         ``"return"`` the carry, fill its floating-point leaves with ``"nan"``, or ``"raise"`` an
@@ -81,6 +82,7 @@ def bounded_while_loop(
     steps' vector-Jacobian products from the last to the first (Griewank and Walther, Evaluating
     Derivatives, 2nd edition, 2008, chapters 3 and 12).
     """
+    _check_callable(cond_fun=cond_fun, body_fun=body_fun)
     bound = _check_bound(max_steps)
     _check_on_limit(on_limit)
     _check_checkpoints(checkpoints)
@@ -139,7 +141,8 @@ def bounded_fori_loop(
       The final carry, or a tuple of it and the number of steps, an int32 scalar.
 
     Raises:
-      TypeError: ``lower`` or ``upper`` is not an integer scalar; otherwise as
+      TypeError: ``lower`` or ``upper`` is not an integer scalar.
+      ValueError: ``lower`` or ``upper`` does not fit the index's dtype. Otherwise as
         :func:`bounded_while_loop`.
 
     Example: the gradient of a power whose exponent is traced.
@@ -153,10 +156,15 @@ def bounded_fori_loop(
         aval = jax.typeof(value) if isinstance(value, jax.Array) else np.asarray(value)
         if aval.shape != () or not jnp.issubdtype(aval.dtype, jnp.integer):
             raise TypeError(f"{name} is {value!r}: it must be an integer scalar")
+    _check_callable(body_fun=body_fun)
     static = all(isinstance(b, (int, np.integer)) for b in (lower, upper))
     if max_steps is None and static:
         max_steps = max(0, int(upper) - int(lower))
     dtype = jnp.result_type(lower, upper)
+    for name, value in (("lower", lower), ("upper", upper)):
+        fits = not isinstance(value, (int, np.integer)) or int(value) in _range(dtype)
+        if not fits:
+            raise ValueError(f"{name} is {value}: it does not fit the index's dtype, {dtype}")
     lower, upper = lax.convert_element_type(lower, dtype), lax.convert_element_type(upper, dtype)
     out = bounded_while_loop(
         lambda state: state[0] < upper,
@@ -215,6 +223,7 @@ def bounded_scan_until(
     >>> print(x, xs, n)
     0.75 [6.  3.  1.5 0.  0. ] 3
     """
+    _check_callable(cond_fun=cond_fun, body_fun=body_fun)
     bound = _check_bound(max_steps)
     if bound is None:
         raise TypeError(
@@ -280,6 +289,12 @@ def _at_limit(on_limit, hit, carry, bound):
 # ---- arguments ----
 
 
+def _check_callable(**functions):
+    for name, value in functions.items():
+        if not callable(value):
+            raise TypeError(f"{name} is {value!r}, a {type(value).__name__}: it must be a function")
+
+
 def _check_bound(max_steps):
     if max_steps is None:
         return None
@@ -297,15 +312,20 @@ def _check_bound(max_steps):
     return bound
 
 
+def _range(dtype):
+    return range(int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max) + 1)
+
+
 def _check_on_limit(on_limit):
-    if on_limit not in _ON_LIMIT:
+    if not isinstance(on_limit, str) or on_limit not in _ON_LIMIT:
         accepted = ", ".join(map(repr, _ON_LIMIT))
         raise ValueError(f"on_limit is {on_limit!r}: it must be one of {accepted}")
 
 
 def _check_checkpoints(checkpoints):
     is_count = isinstance(checkpoints, (int, np.integer)) and not isinstance(checkpoints, bool)
-    if checkpoints != "auto" and not (is_count and checkpoints >= 1):
+    is_auto = isinstance(checkpoints, str) and checkpoints == "auto"
+    if not is_auto and not (is_count and checkpoints >= 1):
         raise ValueError(
             f'checkpoints is {checkpoints!r}: it must be "auto" or an integer of at least 1, the '
             "number of carries that may be kept"

@@ -1,6 +1,7 @@
 """What the reverse pass of a loop keeps and computes again: the ways to do it agree, the order and
 number of steps are as designed, and memory stays within what is stated."""
 
+import functools
 import math
 
 import jax
@@ -13,6 +14,15 @@ from pybridge import bounded_fori_loop, bounded_while_loop
 from pybridge._loops import chunks, saving, trajectory
 
 pytestmark = pytest.mark.usefixtures("x64")
+
+# Compiled quickly rather than well, where values alone count.
+quick = functools.partial(
+    jax.jit,
+    compiler_options={
+        "xla_backend_optimization_level": 0,
+        "xla_llvm_disable_expensive_passes": True,
+    },
+)
 
 
 def close(a, b, tol=1e-12):
@@ -42,12 +52,12 @@ def plain(steps):
 
 
 def gradients(fun):
-    return jax.jit(jax.grad(fun, (0, 1)))(W, X)
+    return quick(jax.grad(fun, (0, 1)))(W, X)
 
 
 def hvp(fun):
     w, x = jnp.asarray(W), jnp.asarray(X)
-    return jax.jit(lambda w, x: jax.jvp(jax.grad(fun, (0, 1)), (w, x), (w, x)))(w, x)
+    return quick(lambda w, x: jax.jvp(jax.grad(fun, (0, 1)), (w, x), (w, x)))(w, x)
 
 
 # ---- the ways agree ----
@@ -61,17 +71,17 @@ def test_checkpoints(slots, steps):
 
 def test_checkpoints_to_second_order_and_under_vmap():
     close(hvp(loss(7, 30, checkpoints=2)), hvp(plain(7)))
-    twice = lambda fun: jax.jit(jax.hessian(fun, 1))(W, X)
+    twice = lambda fun: quick(jax.hessian(fun, 1))(W, X)
     close(twice(loss(7, 30, checkpoints=2)), twice(plain(7)))
-    rev = lambda fun: jax.jit(jax.jacrev(jax.grad(fun, 1), 0))(W, X)
+    rev = lambda fun: quick(jax.jacrev(jax.grad(fun, 1), 0))(W, X)
     close(rev(loss(4, 9, checkpoints=2)), rev(plain(4)))
     xs, steps = jnp.stack([X, X * 0.5, -X]), jnp.array([5, 0, 9])
     each = lambda x, n: jax.grad(lambda x: loss(n, 12, checkpoints=2)(W, x))(x)
     theirs = jnp.stack([jax.grad(plain(n), 1)(W, x) for x, n in zip(xs, (5, 0, 9))])
-    close(jax.jit(jax.vmap(each))(xs, steps), theirs)
+    close(quick(jax.vmap(each))(xs, steps), theirs)
     whole = lambda w: jnp.sum(jax.vmap(lambda x, n: loss(n, 12, checkpoints=2)(w, x))(xs, steps))
     theirs = sum(jax.grad(plain(n), 0)(W, x) for x, n in zip(xs, (5, 0, 9)))
-    close(jax.jit(jax.grad(whole))(W), theirs)
+    close(quick(jax.grad(whole))(W), theirs)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 31, 32, 33, 64, 70])
@@ -86,7 +96,7 @@ def test_chunks_to_second_order_and_under_vmap(monkeypatch):
     xs, steps = jnp.stack([X, X * 0.5]), jnp.array([40, 3])
     each = lambda x, n: jax.grad(loss(n, 70), (0, 1))(W, x)
     theirs = [jax.grad(plain(n), (0, 1))(W, x) for x, n in zip(xs, (40, 3))]
-    close(jax.jit(jax.vmap(each))(xs, steps), jax.tree.map(lambda *v: jnp.stack(v), *theirs))
+    close(quick(jax.vmap(each))(xs, steps), jax.tree.map(lambda *v: jnp.stack(v), *theirs))
 
 
 @pytest.fixture
@@ -117,16 +127,16 @@ def test_the_last_steps_find_their_residuals_in_a_ring(steps, ring):
 
 def test_the_ring_to_second_order_and_under_vmap(ring):
     close(hvp(loss(35, 70)), hvp(plain(35)), 1e-10)
-    twice = lambda fun: jax.jit(jax.jacrev(jax.grad(fun, 1), 1))(W, X)
+    twice = lambda fun: quick(jax.jacrev(jax.grad(fun, 1), 1))(W, X)
     close(twice(loss(35, 70)), twice(plain(35)), 1e-10)
     # Lanes whose last chunks are not the same.
     xs, steps = jnp.stack([X, X * 0.5, -X, X]), (40, 70, 33, 0)
     each = lambda x, n: jax.grad(loss(n, 70), (0, 1))(W, x)
     theirs = [jax.grad(plain(n), (0, 1))(W, x) for x, n in zip(xs, steps)]
-    ours = jax.jit(jax.vmap(each))(xs, jnp.array(steps))
+    ours = quick(jax.vmap(each))(xs, jnp.array(steps))
     close(ours, jax.tree.map(lambda *v: jnp.stack(v), *theirs))
     whole = lambda w: jnp.sum(jax.vmap(lambda x, n: loss(n, 70)(w, x))(xs, jnp.array(steps)))
-    close(jax.jit(jax.grad(whole))(W), jnp.sum(ours[0], 0))
+    close(quick(jax.grad(whole))(W), jnp.sum(ours[0], 0))
 
 
 # ---- the schedule ----
@@ -404,5 +414,5 @@ def test_cells_written_twice():
         return jnp.sum(buffer**2)
 
     args = jnp.array([0.5, -0.7, 2.0]), jnp.float64(1.3)
-    close(jax.jit(jax.grad(run, (0, 1)))(*args), jax.grad(theirs, (0, 1))(*args))
-    close(jax.jit(jax.hessian(run))(*args), jax.hessian(theirs)(*args))
+    close(quick(jax.grad(run, (0, 1)))(*args), jax.grad(theirs, (0, 1))(*args))
+    close(quick(jax.hessian(run))(*args), quick(jax.hessian(theirs))(*args))

@@ -341,7 +341,17 @@ def test_bad_predicates_carries_and_options():
         bounded_while_loop(lambda x: True, lambda x: x, {"f": "text"}, 5)
     with pytest.raises(ValueError, match="on_limit is 'stop'"):
         power(1.0, 2, 5, on_limit="stop")
-    for bad in (0, -1, "all", None, 1.5, True):
+    with pytest.raises(TypeError, match="boolean scalar"):
+        bounded_while_loop(lambda x: (x < 1,), lambda x: x, 1.0, 5)
+    with pytest.raises(TypeError, match="body_fun is 3"):
+        bounded_while_loop(lambda x: True, 3, 1.0, 5)
+    with pytest.raises(ValueError, match=r"on_limit is \['nan'\]"):
+        power(1.0, 2, 5, on_limit=["nan"])
+    with pytest.raises(ValueError, match="lower is -1: it does not fit"):
+        bounded_fori_loop(-1, np.uint8(2), lambda i, x: x, 1.0, 5)
+    with jax.enable_x64(False), pytest.raises(ValueError, match="upper is 1099511627776"):
+        bounded_fori_loop(0, 2**40, lambda i, x: x, 1.0, 5)
+    for bad in (0, -1, "all", None, 1.5, True, np.array([1, 2])):
         with pytest.raises(ValueError, match="checkpoints is"):
             power(1.0, 2, 5, checkpoints=bad)
     with pytest.raises(TypeError, match=r"upper is 2\.5"):
@@ -429,6 +439,25 @@ def test_vmap_with_other_axes():
     close(ours, jnp.stack([run(x) for x in xs.T], 1))
     grad = jax.vmap(jax.grad(lambda x: jnp.sum(run(x))), in_axes=1, out_axes=1)(xs)
     close(grad, jnp.stack([jax.grad(lambda x: jnp.sum(run(x)))(x) for x in xs.T], 1))
+
+
+@pytest.mark.parametrize("checkpoints", ["auto", 2])
+def test_no_lanes_at_all(checkpoints):
+    def run(x):
+        body = lambda x: jnp.sin(x) * 2
+        return bounded_while_loop(lambda x: x < 9.0, body, x, 5, checkpoints=checkpoints)
+
+    none = jnp.ones(0)
+    assert jax.vmap(run)(none).shape == (0,)
+    assert jax.vmap(jax.grad(run))(none).shape == (0,)
+    assert jax.grad(lambda xs: jnp.sum(jax.vmap(run)(xs)))(none).shape == (0,)
+
+
+@pytest.mark.parametrize("checkpoints", ["auto", 2])
+def test_without_jit_at_all(checkpoints):
+    with jax.disable_jit():
+        run = lambda x: power(x, 3, 5, checkpoints=checkpoints)
+        close(jax.value_and_grad(run)(1.1), (1.1**8, 8 * 1.1**7))
 
 
 def test_the_same_loop_twice_and_repeated_calls_of_jit():

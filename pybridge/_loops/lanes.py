@@ -117,7 +117,7 @@ def _fold_lengths(lengths, consts, x, r, advance, fold, b_consts):
     def inside(args):
         (lengths,), consts, (i,), rest = split(args, 1, n[0], 1)
         inside = i < lengths
-        lane = jnp.argmax(inside)
+        lane = _first(inside)
         consts = [_borrow(inside, c, lane) if b else c for c, b in zip(consts, b_consts)]
         return i, inside, consts, rest, [_borrow(inside, v, lane) for v in rest]
 
@@ -134,7 +134,7 @@ def _fold_lengths(lengths, consts, x, r, advance, fold, b_consts):
     consts, x = [lengths, *consts], [jnp.int32(0), *x]
     avals = [jax.typeof(v) for v in (*consts, *x)]
     return (
-        jnp.max(lengths),
+        jnp.max(lengths, initial=0),
         consts,
         x,
         steps.trace(masked_advance, avals),
@@ -164,8 +164,15 @@ def _where(mask, a, b):
     )
 
 
+def _first(mask):
+    """The first lane whose flag is set."""
+    return jnp.argmax(mask) if mask.size else jnp.int32(0)
+
+
 def _borrow(mask, x, lane):
     """``x`` with the value of ``lane`` in every lane whose flag is not set."""
+    if not mask.size:
+        return x
     other = lax.dynamic_index_in_dim(x, lane, keepdims=True)
     return _where(mask, x, jnp.broadcast_to(other, x.shape))
 
@@ -176,7 +183,7 @@ def _found_lengths(control, consts, carry, xs, cond, step, b_consts, **shared):
     that does.
     """
     alive = jaxpr_as_fun(cond)(*control, *carry)[0]
-    lane = jnp.argmax(alive)
+    lane = _first(alive)
     consts = [_borrow(alive, c, lane) if b else c for c, b in zip(consts, b_consts)]
     first_rows = [x[-1 if shared["reverse"] else 0] for x in xs]
     safe = [lax.stop_gradient(_borrow(alive, x, lane)) for x in [*carry, *first_rows]]
@@ -204,13 +211,13 @@ def _given_lengths(lengths, consts, carry, xs, step, b_consts, b_xs, **shared):
     """Lanes with a length each. A lane outside its rows is handed consts, carry and row of one that
     is inside, so that the three belong together."""
     reverse = shared["reverse"]
-    total = jnp.max(lengths)
+    total = jnp.max(lengths, initial=0)
     n = len(consts), len(carry)
 
     def masked(*args):
         (lengths, total), consts, (i,), carry, x = split(args, 2, n[0], 1, n[1])
         inside = (total - 1 - i if reverse else i) < lengths
-        lane = jnp.argmax(inside)
+        lane = _first(inside)
         consts = [_borrow(inside, c, lane) if b else c for c, b in zip(consts, b_consts)]
         held = [_borrow(inside, v, lane) for v in carry]
         x = [_borrow(inside, v, lane) if b else v for v, b in zip(x, b_xs)]

@@ -99,4 +99,8 @@ def _compiled(params):
     return jax.jit(lambda *operands: loop_p.bind(*operands, **dict(params)))
 
 
-loop_p.def_impl(lambda *operands, **params: _compiled(tuple(sorted(params.items())))(*operands))
+@loop_p.def_impl
+def _evaluate(*operands, **params):
+    if jax.config.jax_disable_jit:
+        return _run(*operands, **params)
+    return _compiled(tuple(sorted(params.items())))(*operands)

@@ -36,8 +36,7 @@ def trace(cond_fun, body_fun, init_val):
             break
         leaves = grown
     _check_carry(avals, body.out_avals, paths)
-    cond = steps.trace(lambda *flat: (cond_fun(restore(flat)),), avals)
-    _check_predicate(cond_fun, cond)
+    cond = steps.trace(lambda *flat: _predicate(cond_fun(restore(flat))), avals)
 
     step, consts = _hoist(body)
     cond, control = _hoist(cond)
@@ -164,10 +163,12 @@ def _check_carry(before, after, paths):
         )
 
 
-def _check_predicate(cond_fun, cond):
-    outs = cond.out_avals
-    if len(outs) != 1 or outs[0].shape != () or outs[0].dtype != jnp.bool_:
-        raise TypeError(f"cond_fun must return a boolean scalar; it returns {outs}")
+def _predicate(out):
+    aval = jax.typeof(out) if jax.tree.structure(out) == jax.tree.structure(0) else None
+    if aval is None or aval.shape != () or aval.dtype != jnp.bool_:
+        given = out if aval is None else aval.str_short()
+        raise TypeError(f"cond_fun must return a boolean scalar; it returns {given}")
+    return (out,)
 
 
 def _hoist(closed):

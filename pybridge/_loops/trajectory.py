@@ -135,7 +135,11 @@ def _compiled(params):
     return jax.jit(lambda *operands: fold_p.bind(*operands, **dict(params)))
 
 
-fold_p.def_impl(lambda *operands, **params: _compiled(tuple(sorted(params.items())))(*operands))
+@fold_p.def_impl
+def _evaluate(*operands, **params):
+    if jax.config.jax_disable_jit:
+        return _run(*operands, **params)
+    return _compiled(tuple(sorted(params.items())))(*operands)
 
 
 # ---- forward mode: the fold of duals along the trajectory of duals ----
