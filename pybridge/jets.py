@@ -207,9 +207,10 @@ def _form_abstract_eval(*avals, **params):
 
 @form_p.def_impl
 def _form_impl(*operands, function, **params):
-    if jax.config.jax_debug_nans or jax.config.jax_debug_infs:
-        # These run a jitted function that made a NaN again without jit, to find the operation. A
-        # jit in here would be that operation, run again without jit, and so on for ever.
+    config = jax.config
+    if config.jax_debug_nans or config.jax_debug_infs or config.jax_disable_jit:
+        # The first two run a jitted function that made a NaN again without jit, to find the
+        # operation. A jit in here would be that operation, run again without jit, and so on for ever.
         return function.engine.evaluate(operands, function=function, **params)
     # One jitted call a form, kept with the function: a fresh lambda each time would be traced anew.
     key = tuple(params.items())

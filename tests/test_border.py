@@ -242,6 +242,14 @@ def test_a_result_of_another_shape_than_declared(border):
         jax.jit(f)(jnp.ones(4)).block_until_ready()
 
 
+def test_without_jit(border):
+    f = julia_function("x -> sum(x .^ 2)")
+    with jax.disable_jit():
+        np.testing.assert_array_equal(jax.grad(f)(jnp.ones(3)), [2, 2, 2])
+        np.testing.assert_array_equal(jax.jit(jax.vmap(f))(jnp.ones((2, 3))), [3, 3])
+        np.testing.assert_array_equal(nested_grad(lambda x: jnp.sum(x**2), jnp.ones(3)), [2, 2, 2])
+
+
 def test_nothing_where_a_value_is_declared(border):
     f = julia_function("x -> nothing", result=jax.ShapeDtypeStruct((), "float32"))
     with pytest.raises(JuliaError, match="returned nothing where a number or an array"):
