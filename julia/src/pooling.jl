@@ -1,7 +1,8 @@
 # Pooling layers on `reduce_window`, the twins of Python's `pybridge.max_pool` and so on.
 
 """
-    max_pool(x, kernel; stride=kernel, padding=0, dilation=1, ceil_mode=false, dims, ties=:first)
+    max_pool(x, kernel; stride=kernel, padding=0, dilation=1, ceil_mode=false, dims, ties=:first,
+             return_indices=false)
     min_pool(x, kernel; ...)
 
 The maximum (minimum) of each window along the axes `dims` of `x`, by default the first
@@ -10,7 +11,8 @@ The maximum (minimum) of each window along the axes `dims` of `x`, by default th
 `kernel`, `stride` and `dilation` are positive integers, one an axis of `dims`; `padding` an integer or
 a pair `(low, high)` for each, or `:valid`, `:same`, `:same_lower`. With `ceil_mode` the output's size
 rounds up, and a last window that would begin beyond `x` and its low padding is dropped. `ties` as in
-[`reduce_window`](@ref).
+[`reduce_window`](@ref). With `return_indices` the result is a pair, as of `findmax`: the values and the
+`CartesianIndex` in `x` of each, of equal elements the first in row-major order.
 
 # Example
 
@@ -25,32 +27,20 @@ julia> max_pool([5.0, 3.0, 1.0, 2.0, 5.0], (2,); stride=1)
  5.0
 ```
 """
-function max_pool(
-    x,
-    kernel;
-    ties = :first,
-    stride = kernel,
-    padding = 0,
-    dilation = 1,
-    ceil_mode = false,
-    dims = nothing,
-)
-    layout = _layout(:max_pool, size(x), kernel, stride, padding, dilation, ceil_mode, dims)
-    return reduce_window(max, typemin(eltype(x)), x; ties, _geometry(layout)...)
+function max_pool(x, kernel; ties = :first, return_indices = false, options...)
+    layout = _layout(:max_pool, size(x), kernel; options...)
+    return _extreme(max, typemin(eltype(x)), x, layout, ties, return_indices)
 end
 
 @doc (@doc max_pool) function min_pool(
     x,
     kernel;
     ties = :first,
-    stride = kernel,
-    padding = 0,
-    dilation = 1,
-    ceil_mode = false,
-    dims = nothing,
+    return_indices = false,
+    options...,
 )
-    layout = _layout(:min_pool, size(x), kernel, stride, padding, dilation, ceil_mode, dims)
-    return reduce_window(min, typemax(eltype(x)), x; ties, _geometry(layout)...)
+    layout = _layout(:min_pool, size(x), kernel; options...)
+    return _extreme(min, typemax(eltype(x)), x, layout, ties, return_indices)
 end
 
 """
@@ -58,16 +48,8 @@ end
 
 The sum of each window; arguments as for [`max_pool`](@ref).
 """
-function sum_pool(
-    x,
-    kernel;
-    stride = kernel,
-    padding = 0,
-    dilation = 1,
-    ceil_mode = false,
-    dims = nothing,
-)
-    layout = _layout(:sum_pool, size(x), kernel, stride, padding, dilation, ceil_mode, dims)
+function sum_pool(x, kernel; options...)
+    layout = _layout(:sum_pool, size(x), kernel; options...)
     return reduce_window(+, zero(eltype(x)), x; _geometry(layout)...)
 end
 
@@ -80,15 +62,11 @@ The mean of each window; arguments as for [`max_pool`](@ref). Padding counts unl
 function avg_pool(
     x,
     kernel;
-    stride = kernel,
-    padding = 0,
-    dilation = 1,
-    ceil_mode = false,
     count_include_pad = true,
     divisor_override = nothing,
-    dims = nothing,
+    options...,
 )
-    layout = _layout(:avg_pool, size(x), kernel, stride, padding, dilation, ceil_mode, dims)
+    layout = _layout(:avg_pool, size(x), kernel; options...)
     total = reduce_window(+, zero(eltype(x)), x; _geometry(layout)...)
     divisor_override === nothing || return total ./ divisor_override
     return total ./ _counts(layout, size(x), count_include_pad)
@@ -100,11 +78,11 @@ end
 `(sum of x^p)^(1/p)` of each window; arguments as for [`max_pool`](@ref). As in torch the powers are of
 `x`, not of its magnitude; `p = Inf` is `max_pool`. Where the sum is 0 the derivative is taken as 0.
 """
-function lp_pool(x, p::Real, kernel; kwargs...)
+function lp_pool(x, p::Real, kernel; options...)
     p >= 1 || throw(ArgumentError("lp_pool: p must be at least 1, got $p"))
-    isinf(p) && return max_pool(x, kernel; kwargs...)
+    isinf(p) && return max_pool(x, kernel; options...)
     power = isinteger(p) ? Int(p) : p
-    return _root.(sum_pool(x.^power, kernel; kwargs...), power)
+    return _root.(sum_pool(x.^power, kernel; options...), power)
 end
 
 _root(total, p) = p == 1 ? total : iszero(_plain(total)) ? zero(total) : total^(1 / p)
@@ -114,42 +92,28 @@ _root(total, p) = p == 1 ? total : iszero(_plain(total)) ? zero(total) : total^(
 
 `log(sum of exp(x))` of each window, a smooth maximum; arguments as for [`max_pool`](@ref).
 """
-function logsumexp_pool(
-    x,
-    kernel;
-    stride = kernel,
-    padding = 0,
-    dilation = 1,
-    ceil_mode = false,
-    dims = nothing,
-)
-    layout = _layout(
-        :logsumexp_pool,
-        size(x),
-        kernel,
-        stride,
-        padding,
-        dilation,
-        ceil_mode,
-        dims,
-    )
-    T = float(eltype(x))
-    return reduce_window(logaddexp, typemin(T), x; _geometry(layout)...)
+function logsumexp_pool(x, kernel; options...)
+    layout = _layout(:logsumexp_pool, size(x), kernel; options...)
+    return reduce_window(logaddexp, typemin(float(eltype(x))), x; _geometry(layout)...)
 end
 
 """
-    adaptive_max_pool(x, outputs; dims)
+    adaptive_max_pool(x, outputs; return_indices=false, dims)
     adaptive_avg_pool(x, outputs; dims)
 
 The maximum (mean) of each of `outputs` windows along each axis of `dims`, by default the first
 `length(outputs)`. Window `i` of `m` along an axis of length `n` is, counted from 0,
-`floor(i n / m)` to `ceil((i + 1) n / m) - 1`, as in torch.
+`floor(i n / m)` to `ceil((i + 1) n / m) - 1`, as in torch. With `return_indices`, as for
+[`max_pool`](@ref), a pair.
 """
-function adaptive_max_pool(x, outputs; dims = nothing)
+function adaptive_max_pool(x, outputs; return_indices = false, dims = nothing)
     at, inside, window = _adaptive(:adaptive_max_pool, size(x), outputs, dims)
     lowest = typemin(eltype(x))
     spread = ifelse.(inside, x[at...], lowest)
-    return reduce_window(max, lowest, spread; window, stride = window)
+    values = reduce_window(max, lowest, spread; window, stride = window)
+    return_indices || return values
+    where_ = _places(max, lowest, spread, inside; window, stride = window)
+    return values, _taken(at, where_)
 end
 
 @doc (@doc adaptive_max_pool) function adaptive_avg_pool(x, outputs; dims = nothing)
@@ -158,6 +122,29 @@ end
     counts = reduce_window(+, 0, Int.(inside); window, stride = window)
     return reduce_window(+, zero(eltype(x)), spread; window, stride = window) ./ counts
 end
+
+### Where the extreme element is
+
+function _extreme(op, lowest, x, layout, ties, return_indices)
+    values = reduce_window(op, lowest, x; ties, _geometry(layout)...)
+    return_indices || return values
+    return values, _places(op, lowest, x, trues(size(x)); _geometry(layout)...)
+end
+
+# The index of each window's first extreme element among those that count, or first NaN.
+function _places(op, lowest, x, counts; geometry...)
+    function later(a, b)
+        (b[2] && (!a[2] || beats(op, b[1], a[1]))) ? b : a
+    end
+    nothing_yet = (_plain(lowest), false, zero(first(CartesianIndices(x))))
+    cells = (map(_plain, x), counts, CartesianIndices(x))
+    return reduce_window(later, nothing_yet, cells; associative = true, geometry...)[3]
+end
+
+_taken(at, places) = map(i -> CartesianIndex(map(getindex, at, Tuple(i))), places)
+
+@non_differentiable _places(::Any...)
+@non_differentiable _taken(::Any...)
 
 ### Where the windows lie
 
@@ -191,12 +178,12 @@ end
 function _layout(
     name,
     sizes::NTuple{N, Int},
-    kernel,
-    stride,
-    padding,
-    dilation,
-    ceil_mode,
-    dims,
+    kernel;
+    stride = kernel,
+    padding = 0,
+    dilation = 1,
+    ceil_mode = false,
+    dims = nothing,
 ) where {N}
     count = kernel isa Integer ? 1 : length(kernel)
     axes = _axes(name, N, count, dims)
@@ -248,7 +235,7 @@ function _counts(l::_Layout{N}, sizes, include_padding) where {N}
             n, pads = n + sum(l.asked[i]), (0, last(l.padding[i]) - last(l.asked[i]))
         end
         w = Windows((n,), l.window[i], l.stride[i], (pads,), 1, l.dilation[i])
-        counts = _reduce(+, 0, ones(Int, n), w, :first)
+        counts = _windowed(+, 0, ones(Int, n), w, false)
         return reshape(counts, ntuple(j -> j == i ? length(counts) : 1, N))
     end
     return broadcast(*, along...)

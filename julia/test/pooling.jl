@@ -89,6 +89,32 @@ end
     end
 end
 
+@testset "indices of $layer" for (layer, beats) in ((max_pool, >), (min_pool, <))
+    x = reshape([Float64(mod(7i, 5)) for i in 1:(6 * 7 * 2)], 6, 7, 2) # with ties
+    for (k, s, p, d) in ((2, 2, 0, 1), (3, 2, 1, 1), (3, 1, 1, 2), (7, 1, 3, 1))
+        options = (stride = (s, s), padding = p, dilation = d)
+        values, places = layer(x, (k, k); return_indices = true, options...)
+        @test values == layer(x, (k, k); options...)
+        rows, columns = windows(6, k, s, p, d, false), windows(7, k, s, p, d, false)
+        want = map(Iterators.product(rows, columns, 1:2)) do ((r, _), (c, _), channel)
+            at = [CartesianIndex(i, j, channel) for i in r for j in c] # row-major
+            return reduce((a, b) -> beats(x[b], x[a]) ? b : a, at)
+        end
+        @test places == want
+    end
+    nan = layer([1.0, NaN, 3.0, -Inf, Inf, NaN], (2,); return_indices = true)
+    @test nan[2] == CartesianIndex.([2, layer === max_pool ? 3 : 4, 6])
+    f(x) = sum(sin, layer(x, (2, 2); return_indices = true)[1])
+    @test Zygote.gradient(f, X)[1] ≈ ForwardDiff.gradient(f, X) rtol = 1.0e-12
+end
+
+@testset "indices of adaptive_max_pool" begin
+    values, places = adaptive_max_pool(X, (4, 5); return_indices = true)
+    @test values == adaptive_max_pool(X, (4, 5)) == X[places]
+    low = fill(-Inf, 5)
+    @test adaptive_max_pool(low, (2,); return_indices = true)[2] == CartesianIndex.([1, 3])
+end
+
 @testset "reports" begin
     x = [5.0, 3.0, 1.0, 2.0, 5.0]
     @test Zygote.gradient(x -> sum(max_pool(x, (2,); stride = 1)), x)[1] == [1, 1, 0, 1, 1]

@@ -92,6 +92,20 @@ end
     @test twice ≈ over rtol = 1.0e-10
 end
 
+@testset "third derivatives: $op" for op in (*, NestedGradients.logaddexp, max)
+    x, v = [2.0, 3.0, 5.0], [0.3, -0.2, 0.5]
+    f(x) = sum(y -> y^3, reduce_window(op, 0.7, x; window = 2))
+    gradient(x) = sum(v .* Zygote.gradient(f, x)[1])
+    second(t) = ForwardDiff.derivative(s -> gradient(x + s * v), t)
+    by_zygote = ForwardDiff.derivative(second, 0.0)
+    forward(t) = ForwardDiff.derivative(
+        s -> ForwardDiff.derivative(r -> f(x + r * v), s),
+        t,
+    )
+    @test by_zygote ≈ ForwardDiff.derivative(forward, 0.0) rtol = 1.0e-10
+    @test by_zygote ≈ central(forward, 0.0, 1.0e-5) rtol = 1.0e-6
+end
+
 @testset "captures" begin
     f(c) = sum(abs2, reduce_window((a, b) -> a + c * b * b, 0.1, X; window = 3))
     @test Zygote.gradient(f, 2.0)[1] ≈ central(f, 2.0) rtol = 1.0e-7
@@ -216,6 +230,13 @@ end
             ("padding", () -> reduce_window(max, 0.0, X; window = 1, padding = :full)),
             ("ties", () -> reduce_window(max, 0.0, X; window = 1, ties = :last)),
             ("ties", () -> reduce_window(+, 0.0, X; window = 1, ties = :split)),
+            ("associative", () -> reduce_window(+, 0.0, X; window = 1, associative = 1)),
+            ("init", () -> reduce_window((a, b) -> a, 0.0, (X, X); window = 1)),
+            (
+                "x must be",
+                () -> reduce_window((a, b) -> a, (0.0, 0.0), (X, [1]); window = 1),
+            ),
+            ("x must be", () -> reduce_window(+, 0.0, 1.0; window = 1)),
         )
         error = try
             call()
