@@ -1,4 +1,4 @@
-# Lux's dense layer on our arrays: products on BLAS, and one fused loop each way.
+# Lux's dense layer on our arrays: products on BLAS, and one fused loop each way; and Lux's operators.
 module NestedGradientsLuxExt
 
 using ChainRulesCore:
@@ -10,9 +10,10 @@ using ChainRulesCore:
     ZeroTangent,
     rrule_via_ad,
     unthunk
-using Lux: LuxLib, NNlib, StatefulLuxLayer
+using Lux: Lux, LuxLib, NNlib, StatefulLuxLayer
 using NestedGradients:
     NestedGradients,
+    AutoNested,
     DualMatrix,
     captured,
     holds,
@@ -109,6 +110,18 @@ function NestedGradients.cotangents_of(cfg, s::StatefulLuxLayer, params, c)
     return c === nothing ?
         nothing :
         (; ps = leafcotangents(cfg, s.ps, params.ps, get(c, :ps, nothing)))
+end
+
+# ---- Lux's own operators, for who names a nested backend there ----
+
+function Lux.batched_jacobian(f::F, backend::AutoNested, x::AbstractArray) where {F}
+    return NestedGradients.batched_jacobian(f, backend, x)
+end
+function Lux.vector_jacobian_product(f::F, backend::AutoNested, x, u) where {F}
+    return NestedGradients.covector(f, backend, x, u, ())
+end
+function Lux.jacobian_vector_product(f::F, backend::AutoNested, x, u) where {F}
+    return last(NestedGradients.value_and_directional(f, backend, x, u, ()))
 end
 
 end

@@ -6,7 +6,6 @@ using NestedGradients: NestedGradients, basefloat, captured, form, ravel, rebuil
 using ReverseDiff:
     ReverseDiff,
     SpecialInstruction,
-    TrackedArray,
     TrackedReal,
     increment_deriv!,
     pull_value!,

@@ -38,29 +38,27 @@ The number or array with tag `G`, value `value` and partial `partial`; just the 
 dual(::Type, value, ::Nothing) = value
 dual(::Type{G}, value::Real, partial::Real) where {G} = Dual{G}(value, Partials((partial,)))
 function dual(::Type{G}, value::AbstractArray, partial::AbstractArray) where {G}
-    return joined(G, value, partial)
+    D = Dual{G, promote_type(eltype(value), eltype(partial)), 1}
+    isrow(value) == isrow(partial) && return DualArray{D}(value, partial)
+    return isrow(value) ?
+        DualArray{D}(value, row(partial)) :
+        DualArray{D}(value, matrix(partial))
 end
-function joined(::Type{G}, value, partial) where {G}
-    return DualArray{Dual{G, promote_type(eltype(value), eltype(partial)), 1}}(
-        value,
-        partial,
-    )
-end
-
-# A row times a vector is a number: if the value is a row that was made of a vector, so is the partial.
-const Row = Union{Adjoint{<:Real, <:AbstractVector}, Transpose{<:Real, <:AbstractVector}}
-dual(::Type{G}, value::Row, partial::Row) where {G} = joined(G, value, partial)
-dual(::Type{G}, value::Row, partial::AbstractMatrix) where {G} = size(partial, 1) == 1 ?
-    joined(G, value, transpose(vec(partial))) :
-    joined(G, value, partial)
-dual(::Type{G}, value::AbstractMatrix, partial::Row) where {G} = joined(
-    G,
-    value,
-    reshape(parent(partial), 1, :),
-)
 
 const DualVector{D, V, P} = DualArray{D, 1, V, P}
 const DualMatrix{D, V, P} = DualArray{D, 2, V, P}
+# A row that was made of a vector is one with respect to products: times a vector it is a number. Either
+# both parts are such rows or none is.
+const Row = Union{Adjoint{<:Any, <:AbstractVector}, Transpose{<:Any, <:AbstractVector}}
+isrow(::AbstractArray) = false
+isrow(::Row) = true
+isrow(A::DualMatrix) = isrow(A.value)
+row(A) = size(A, 1) == 1 ?
+    transpose(vec(A)) :
+    A # else the sizes do not agree, which is an error of its own
+matrix(A::Row) = reshape(vec(A), 1, :)
+matrix(A::DualMatrix) = moved(matrix, A)
+
 const DualVecOrMat{D} = Union{DualVector{D}, DualMatrix{D}}
 
 tag(::DualArray{Dual{G, T, 1}}) where {G, T} = G

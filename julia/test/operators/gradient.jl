@@ -85,14 +85,16 @@ like(q, p::ComponentArray) = ComponentArray(q, getfield(p, :axes))
     valued(x, p) = sum(abs2, first(DI.value_and_gradient(f, nested, x, Constant(p)))) +
         weigh(last(DI.value_and_gradient(f, nested, x, Constant(p))))
     captured(x, p) = weigh(DI.gradient(x -> f(x, p), nested, x))
-    for second in (outer, prepared, captured, valued)
+    for same in ((outer, prepared, captured), (valued,))
         expected = (
-            differences(x -> second(x, p), x),
-            differences(q -> second(x, like(q, p)), plainly(p)),
+            differences(x -> first(same)(x, p), x),
+            differences(q -> first(same)(x, like(q, p)), plainly(p)),
         )
-        dx, dp = Zygote.gradient(second, x, p)
-        @test agree(dx, expected[1]; rtol = 1.0e-6)
-        @test agree(values_of(dp), values_of(expected[2]); rtol = 1.0e-6)
+        for second in same
+            dx, dp = Zygote.gradient(second, x, p)
+            @test agree(dx, expected[1]; rtol = 1.0e-6)
+            @test agree(values_of(dp), values_of(expected[2]); rtol = 1.0e-6)
+        end
     end
 
     # the product alone, in one pass
@@ -125,7 +127,7 @@ end
         ("an integer", 2, (x, p) -> sum(p) * x^3),
         ("rationals", [1 // 2, 1 // 3], (x, p) -> sum(p .* x.^3)),
         ("a view", view([0.1, 0.3, -0.5], 2:3), (x, p) -> sum(p .* x.^3)),
-        ("a row", [0.3, -0.5]', (x, p) -> (x * p)^3),
+        ("a row", [0.3, -0.5]', (x, p) -> sum(x * p)^3),
         ("a transposed matrix", transpose([0.3 0.1; -0.5 0.2]), (x, p) -> sum(abs2, x * p)),
         ("a reshaped array", reshape(0.1:0.1:0.4, 2, 2), (x, p) -> sum((x * p).^3)),
         ("a static vector", SVector(0.3, -0.5), (x, p) -> sum(p .* x.^3)),
