@@ -30,8 +30,9 @@ def julia_function(
     """A Julia function as a JAX function of pytrees.
 
     It can be called, jitted, vmapped and differentiated to any order like any other, and given to
-    ``pybridge.nested_grad``. Julia starts when it is first used. Inputs are copies: Julia code that
-    changes its argument changes nothing outside.
+    ``pybridge.nested_grad``. Julia starts when it is first used. Inputs are copies, or lent
+    where that goes unnoticed (``borrow``): Julia code that changes its argument changes nothing
+    outside.
 
     Args:
       code: Julia code whose last expression is the function, e.g. ``"(x, ps) -> sum(ps.W * x)"``,
