@@ -12,7 +12,7 @@ from jax.tree_util import tree_flatten, tree_unflatten
 from pybridge._windows import doubling, written
 from pybridge._windows.extremum import extremum
 from pybridge._windows.geometry import Axis, Geometry, named_padding, vary, varying
-from pybridge._windows.reducer import identity, trace
+from pybridge._windows.reducer import accumulator, identity, trace
 from pybridge._windows.total import total
 
 __all__ = ["reduce_window"]
@@ -104,7 +104,7 @@ def reduce_window(
             f"reduce_window: computation must be callable, got {type(computation).__name__}."
         )
     dtypes = [x.dtype for x in operands]
-    accumulators = [_accumulator(d) for d in dtypes]
+    accumulators = [accumulator(d) for d in dtypes]
     axes = varying(*operands, *inits)
     reducer, consts = trace(computation, tree, dtypes, accumulators, axes)
     if not varying(*consts) <= axes:
@@ -168,12 +168,6 @@ def _doubled(geometry, reducer, operands, inits, consts):
     if mask is None:
         return results
     return [jnp.where(mask, x, start) for x, start in zip(results, starts)]
-
-
-def _accumulator(dtype):
-    """float32 for the floating dtypes of 16 bits or less."""
-    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
-    return jnp.dtype(jnp.float32) if narrow else dtype
 
 
 def _is_known_identity(init, neutral):

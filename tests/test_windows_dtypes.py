@@ -128,3 +128,18 @@ def test_identity_of_another_dtype_as_in_lax(op, init, want, dtype):
     assert got.dtype == dtype
     np.testing.assert_array_equal(got, want)
     np.testing.assert_array_equal(got, lax.reduce_window(x, init, op, (2,)))
+
+
+@pytest.mark.parametrize("ties", ["first", "split"])
+@pytest.mark.parametrize("window", [30, 1000])
+def test_cotangents_of_a_maximum_accumulate_in_float32(window, ties):
+    """Every window has the same maximum: summed in bfloat16 its gradient would stop at 256."""
+    x = jnp.zeros(2 * window - 1, jnp.bfloat16).at[window - 1].set(1)
+    weight = jnp.bfloat16(1 + 1 / 128)
+
+    def f(x):
+        return (weight * reduce_window(x, 0, lax.max, (window,), ties=ties)).sum()
+
+    gradient = jax.grad(f)(x)
+    assert gradient.dtype == jnp.bfloat16
+    assert gradient[window - 1] == jnp.bfloat16(window * (1 + 1 / 128))

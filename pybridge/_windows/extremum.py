@@ -32,7 +32,7 @@ from pybridge._windows.geometry import (
     vary,
     varying,
 )
-from pybridge._windows.reducer import identity
+from pybridge._windows.reducer import accumulator, identity
 from pybridge._windows.written import UNROLLED
 
 
@@ -67,7 +67,9 @@ def _jvp(primals, tangents, *, geometry, name):
     greatest = cells_extremum_p.bind(x, geometry=geometry, name=name)
     if type(tx) is ad.Zero:
         return greatest, ad.Zero(jax.typeof(greatest).to_tangent_aval())
-    return greatest, _first(geometry, name, x, tx, greatest)
+    # Wide, so that the cotangents of many windows are not summed in 16 bits.
+    tangent = _first(geometry, name, x, tx.astype(accumulator(tx.dtype)), greatest)
+    return greatest, tangent.astype(tx.dtype)
 
 
 def _batch(arrays, dims, *, geometry, name):
@@ -202,7 +204,9 @@ def _split_jvp(geometry, name, identity_init, primals, tangents):
 def _split(geometry, name, identity_init, x, init, tx, tinit):
     """The mean of the tangents of all elements equal to the greatest."""
     greatest = cells_extremum_p.bind(x, geometry=geometry, name=name)
-    tx = jnp.zeros_like(x) if tx is None else tx
+    wide = accumulator(x.dtype)
+    tx = jnp.zeros(x.shape, wide) if tx is None else tx.astype(wide)
+    t = jnp.zeros((), wide) if tinit is None else tinit.astype(wide)
     if geometry.count > UNROLLED:
         _, count, total = _split_by_doubling(geometry, name, x, tx)
     else:
@@ -211,27 +215,25 @@ def _split(geometry, name, identity_init, x, init, tx, tinit):
     if not identity_init:
         ours = _beats(name, init, greatest) | (jnp.isnan(init) & ~jnp.isnan(greatest))
         ties = _same(init, greatest) & ~_is_identity(name, init)
-        t = jnp.zeros((), x.dtype) if tinit is None else tinit
-        total = jnp.where(ours, t, total + jnp.where(ties, t, jnp.zeros((), x.dtype)))
+        total = jnp.where(ours, t, total + jnp.where(ties, t, jnp.zeros((), wide)))
         count = jnp.where(ours, 1, count + ties.astype(count.dtype))
     if has_cell is not None:
-        t = jnp.zeros((), x.dtype) if tinit is None else tinit
         total = jnp.where(has_cell, total, t)
         count = jnp.where(has_cell, count, 1)
-    return total / count.astype(x.dtype)
+    return (total / count.astype(wide)).astype(x.dtype)
 
 
 def _equal_cells(geometry, name, x, greatest, tx):
     columns = cells(geometry.line(x, identity(name, x.dtype)), geometry.axes)
     tangents = transposable_cells(geometry.line(tx, 0), geometry.axes)
     count = jnp.zeros(geometry.out, jnp.int32)
-    total = jnp.zeros(geometry.out, x.dtype)
+    total = jnp.zeros(geometry.out, tx.dtype)
     for offset, cell, tangent in zip(geometry.offsets(), columns, tangents):
         hit = _same(cell, greatest)
         mask = geometry.holds(offset)
         hit = hit if mask is None else hit & mask
         count += hit.astype(count.dtype)
-        total += jnp.where(hit, tangent, jnp.zeros((), x.dtype))
+        total += jnp.where(hit, tangent, jnp.zeros((), tx.dtype))
     return count, total
 
 

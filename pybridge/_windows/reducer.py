@@ -222,6 +222,12 @@ def logaddexp(a, b):
     return greater + jnp.log1p(jnp.exp(difference))
 
 
+def accumulator(dtype):
+    """float32 for the floating dtypes of 16 bits or less."""
+    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return jnp.dtype(jnp.float32) if narrow else dtype
+
+
 @functools.cache
 def identity(name, dtype):
     """The identity of a recognised reducer for numbers of ``dtype``, or None."""
