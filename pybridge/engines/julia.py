@@ -87,8 +87,6 @@ class JuliaFunction:
     a function that gives nested dicts, one an argument: NamedTuples keep their key order.
     """
 
-    captures_nothing = True  # for pybridge.unwrap of Python functions that hold one
-
     def __init__(
         self,
         code,
