@@ -21,7 +21,8 @@ BIN = pathlib.Path(sysconfig.get_path("scripts"))
 
 
 def lint():
-    julia = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "julia").rglob("*.jl"))
+    folders = (ROOT / "julia", ROOT / "benchmarks")
+    julia = sorted(str(f.relative_to(ROOT)) for folder in folders for f in folder.rglob("*.jl"))
     commands = [
         [BIN / "ruff", "check", "."],
         [BIN / "ruff", "format", "--check", "."],

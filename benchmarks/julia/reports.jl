@@ -74,10 +74,7 @@ const REPORTS = [
     (
         "Lux#630",
         "Lux's rule",
-        v -> sum(
-            abs2,
-            gradient((z -> dot(v, z)) ∘ stateful(linear, LINEAR...), x3),
-        ),
+        v -> sum(abs2, gradient((z -> dot(v, z)) ∘ stateful(linear, LINEAR...), x3)),
         [1.0, -1.0, 2.0],
     ),
     (

@@ -1,5 +1,5 @@
 using ForwardDiff: ForwardDiff, Dual, ≺
-using NestedGradients: NestedGradients, Level, context
+using NestedGradients: Level, context
 using Test
 
 const Plain = Dual{Level{1, Nothing}, Float64, 1}

@@ -2,7 +2,7 @@
 # where it was reported. facts: "theirs" is what the report saw.
 
 using ADTypes: AutoZygote
-using DifferentiationInterface: DifferentiationInterface as DI, Constant
+using DifferentiationInterface: DifferentiationInterface as DI
 using ForwardDiff: ForwardDiff
 using LinearAlgebra: dot
 using Lux: Lux, BatchNorm, Chain, Dense, StatefulLuxLayer, gelu

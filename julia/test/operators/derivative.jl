@@ -1,6 +1,6 @@
 # derivative and second_derivative.
 
-using ADTypes: AutoForwardDiff, AutoZygote
+using ADTypes: AutoZygote
 using DifferentiationInterface: DifferentiationInterface as DI, Constant
 using ForwardDiff: ForwardDiff
 using NestedGradients: AutoNested
