@@ -11,11 +11,13 @@ Nothing is dropped: what may hold an array and cannot be taken apart is an error
 
 import collections
 import contextlib
+import contextvars
 import copy
 import dataclasses
 import dis
 import functools
 import gc
+import inspect
 import logging
 import types
 import weakref
@@ -36,7 +38,6 @@ _STATIC = (
     type(None),
     type(Ellipsis),
     range,
-    slice,
     types.ModuleType,
     types.CodeType,
     jex.core.Jaxpr,
@@ -177,7 +178,12 @@ class _Unwrapping:
                 f"{path} is a NumPy array of dtype object, which holds arrays that cannot be "
                 "differentiated. Pass a list of arrays instead."
             )
-        if jax.dtypes.issubdtype(value.dtype, np.inexact):
+        if getattr(value.dtype, "fields", None) or isinstance(value, np.ma.MaskedArray):
+            raise TypeError(
+                f"{path} is a {type(value).__name__} of dtype {value.dtype}, which is no JAX value. "
+                "Capture its parts as plain arrays."
+            )
+        if _is_inexact(value):
             return _Part(jnp.asarray(value), lambda params, made: params)
         return self._static(value)
 
@@ -227,6 +233,9 @@ class _Unwrapping:
         if isinstance(value, weakref.ref):
             why = "it would go on referring to the old ones. Capture the object itself."
             return self._hiding(value, path, {"referent": value()}, why)
+        if isinstance(value, contextvars.ContextVar):
+            why = "the function reads it for itself. Capture the value."
+            return self._hiding(value, path, {"value": value.get(None)}, why)
         if isinstance(value, (jax.stages.Compiled, jax.stages.Lowered)):
             raise TypeError(
                 f"{path} is a compiled program, whose constants cannot be replaced. Capture the "
@@ -236,15 +245,19 @@ class _Unwrapping:
             return self._node(value, path)
         self._class(type(value), path)
         attributes = _attributes(value)
+        cached = {name for name in attributes if _is_cached_property(type(value), name)}
+        seen = attributes.values()
+        attributes = {name: part for name, part in attributes.items() if name not in cached}
         if not attributes:
-            return self._opaque(value, path)
-        part = self._record(attributes, path, lambda new: _copied(value, new, path), value)
-        if part.params is not None and _copied(value, attributes, path) is value:
+            return self._opaque(value, path, seen)
+        rebuild = lambda new: _copied(value, new, cached, path)
+        part = self._record(attributes, path, rebuild, value)
+        if part.params is not None and rebuild(attributes) is value:
             raise TypeError(
                 f"{path} is of type {type(value).__name__}, holds arrays and cannot be copied. "
                 "Pass the arrays as arguments."
             )
-        self._opaque(value, path, seen=attributes.values())
+        self._opaque(value, path, seen)
         return part
 
     def _record(self, parts, path, rebuild, value, inline=None):
@@ -312,17 +325,18 @@ class _Unwrapping:
         return _Part(_held(taken) or None, put)
 
     def _node(self, value, path):
-        children, treedef = jax.tree.flatten(value, is_leaf=lambda child: child is not value)
-        named = jax.tree_util.tree_leaves_with_path(value, is_leaf=lambda c: c is not value)
+        try:
+            named, treedef = _one_level(value)
+        except Exception as error:
+            raise TypeError(
+                f"{path} is of type {type(value).__name__}, which JAX cannot take apart: {error}"
+            ) from error
         self._fixed(value, treedef, path)
         self._class(type(value), path)
         keys = [_plain_name(entry[0]) for entry, _ in named]
         if len(set(keys)) < len(keys):  # {1: .., "1": ..}
             keys = [jax.tree_util.keystr(entry[:1]) for entry, _ in named]
-        taken = [
-            self.take(child, path + jax.tree_util.keystr(k))
-            for (k, _), child in zip(named, children)
-        ]
+        taken = [self.take(child, path + jax.tree_util.keystr(k)) for k, child in named]
         rebuild = lambda new: jax.tree.unflatten(treedef, list(new.values()))
         part = self._assembled(dict(zip(keys, taken)), rebuild, value)
         if type(value) not in (list, tuple) or any(p.params is None for p in (part, *taken)):
@@ -357,17 +371,18 @@ class _Unwrapping:
         if id(kind) in self.open:
             return
         self.open.add(id(kind))
-        for owner in kind.__mro__:
+        for owner in (*kind.__mro__, *type(kind).__mro__):
             if owner.__module__.partition(".")[0] in _LIBRARIES:
                 continue
             for name, attribute in list(vars(owner).items()):
+                method = _underlying(attribute)
                 held = None
-                if isinstance(attribute, (*_ARRAYS, dict, list, tuple, set, frozenset)):
+                if isinstance(attribute, type):
+                    self._class(attribute, f"{path}.{name}")
+                elif not isinstance(method, types.FunctionType):
                     held = _array_within([attribute])
                 elif "<locals>" in owner.__qualname__:
-                    method = _underlying(attribute)
-                    if isinstance(method, types.FunctionType):
-                        held = self.take(method, f"{path}.{name}").params
+                    held = self.take(method, f"{path}.{name}").params
                 if held is not None:
                     raise TypeError(
                         f"{path}: attribute {name} of the class {owner.__qualname__} holds or closes "
@@ -377,7 +392,7 @@ class _Unwrapping:
         self.open.discard(id(kind))
 
     def _opaque(self, value, path, seen=()):
-        held = _array_within(value, seen)
+        held = np.asarray(value) if _holds_floats(value) else _array_within(value, seen)
         if held is not None:
             raise TypeError(
                 f"{path} is of type {type(value).__name__}, which holds an array of shape "
@@ -426,12 +441,21 @@ def _array_within(value, seen=()):
             if id(held) in visited or isinstance(held, (*_ELSEWHERE, str, bytes, int)):
                 continue
             visited.add(id(held))
-            if isinstance(held, _ARRAYS):
-                if _is_inexact(held):
-                    return held
+            if isinstance(held, _ARRAYS) or _holds_floats(held):
+                array = held if isinstance(held, _ARRAYS) else np.asarray(held)
+                if _is_inexact(array):
+                    return array
                 continue
             queue.append(held)
     return None
+
+
+def _holds_floats(value):
+    """Whether it is a buffer of floats: ``array.array``, a ctypes array, a memoryview of one."""
+    try:
+        return any(code in memoryview(value).format for code in "efd")
+    except (TypeError, ValueError):
+        return False
 
 
 def _referents(value):
@@ -475,6 +499,17 @@ def _underlying(f):
 
 def _is_jitted(value):
     return hasattr(value, "__wrapped__") and hasattr(value, "lower") and hasattr(value, "trace")
+
+
+def _one_level(value):
+    """A pytree's children with their paths, and its structure; a child may be the value itself."""
+    asked = []
+
+    def is_leaf(_):
+        asked.append(True)
+        return len(asked) > 1  # all but the root
+
+    return jax.tree_util.tree_flatten_with_path(value, is_leaf=is_leaf)
 
 
 def _is_pytree_node(value):
@@ -538,9 +573,16 @@ def _as_names(slots):
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
-def _copied(value, attributes, path):
+def _is_cached_property(kind, name):
+    return isinstance(inspect.getattr_static(kind, name, None), functools.cached_property)
+
+
+def _copied(value, attributes, cached, path):
+    """A copy with these attributes; what it had computed and kept, it computes again."""
     try:
         new = copy.copy(value)
+        for name in cached:
+            del new.__dict__[name]
         for name, attribute in attributes.items():
             object.__setattr__(new, name, attribute)
     except Exception as error:

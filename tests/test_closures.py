@@ -1,6 +1,9 @@
 """unwrap: what a Python callable captured, taken out and put in again."""
 
+import array
 import collections
+import contextvars
+import ctypes
 import dataclasses
 import enum
 import functools
@@ -205,6 +208,35 @@ def _with_closing_method(w=W):
     return Layer()
 
 
+def _variable(w):
+    variable = contextvars.ContextVar("w")
+    variable.set(w)
+    return variable
+
+
+def _with_metaclass():
+    Meta = type("Meta", (type,), {"w": W})
+    return Meta("Layer", (), {})()
+
+
+def _with_inner_class():
+    return type("Outer", (), {"inner": type("Inner", (), {"w": W})})
+
+
+def _with_descriptor():
+    class Held:
+        def __get__(self, instance, owner):
+            return self.w
+
+    return type("Layer", (), {"v": _with_attribute(Held())})()
+
+
+def _dict_of_itself():
+    held = {"w": W}
+    held["self"] = held
+    return held
+
+
 def _with_function_attribute():
     def g(x):
         return g.w * x
@@ -255,6 +287,17 @@ class _Fixed:
         (lambda: _Deep(a={"b": [W]}), r"f\.held is of type _Deep"),
         (lambda: _with_attribute(_Length(3)), r"f\.held is of type _Length"),
         (lambda: _Fixed(W, linear(W)), r"f\.held is a _Fixed whose fixed part"),
+        (lambda: slice(W, None), r"f\.held is of type slice"),
+        (lambda: _variable(W), r"f\.held is a ContextVar whose"),
+        (lambda: np.zeros(1, [("a", "f4")]), r"f\.held is a ndarray of dtype .*no JAX value"),
+        (lambda: np.ma.array(W), r"f\.held is a MaskedArray"),
+        (lambda: array.array("f", [1, 2]), r"f\.held is of type array"),
+        (lambda: [(ctypes.c_float * 2)(1, 2)], r"f\.held\[0\] is of type c_float_Array_2"),
+        (_with_metaclass, r"f\.held: attribute w of the class .*Meta"),
+        (_with_inner_class, r"f\.held\.inner: attribute w of the class"),
+        (_with_descriptor, r"f\.held: attribute v of the class"),
+        (lambda: {3: W, "a": W}, r"f\.held is of type dict, which JAX cannot take apart"),
+        (_dict_of_itself, r"f\.held is of type dict, holds arrays and contains itself"),
         (
             lambda: _with_attribute(threading.local()),
             r"f\.held is of type _?local.*cannot be taken",
@@ -313,6 +356,25 @@ def test_private_slots():
             return jnp.sum(self.__w * x)
 
     check(Slotted(), {"_Slotted__w": W})
+
+
+def test_a_cached_property_is_computed_again():
+    class Layer:
+        def __init__(self):
+            self.raw = W
+
+        @functools.cached_property
+        def w(self):
+            return 2 * self.raw
+
+        def __call__(self, x):
+            return jnp.sum(self.w * x)
+
+    layer = Layer()
+    layer(x)  # fills it
+    skeleton, ps = check(layer, {"raw": W})
+    np.testing.assert_allclose(jax.grad(skeleton, -1)(x, ps)["raw"], 2 * x)
+    assert "w" in vars(layer)
 
 
 def test_an_object_that_delegates_what_it_lacks():
