@@ -44,7 +44,8 @@ def nested_grad(loss, x, ps=None, *, engine=None, argnums=0, has_aux=False):
 
     Raises:
       TypeError: ``loss`` is not callable or belongs to another engine; a leaf that is to be
-        differentiated is not a float (its path is named).
+        differentiated is not a float (its path is named). Complex leaves are an error in Julia;
+        in JAX they have what ``jax.grad`` gives, d/d(real) - i d/d(imaginary).
       ValueError: ``loss`` does not return a scalar; a leaf to be differentiated has no elements.
       JuliaError: the Julia function threw, with Julia's message.
 

@@ -12,7 +12,7 @@ from jax.tree_util import tree_flatten, tree_unflatten
 from pybridge._windows import doubling, written
 from pybridge._windows.extremum import extremum
 from pybridge._windows.geometry import Axis, Geometry, named_padding, vary, varying
-from pybridge._windows.reducer import accumulator, identity, trace
+from pybridge._windows.reducer import accumulator, identity, trace, widened
 from pybridge._windows.total import total
 
 __all__ = ["reduce_window"]
@@ -52,11 +52,13 @@ def reduce_window(
       window_dimensions: r positive integers.
       window_strides: r positive integers; default 1 each.
       padding: "VALID", "SAME", "SAME_LOWER", or r pairs (low, high), which may be negative.
-      base_dilation, window_dilation: r positive integers each; default 1 each.
+      base_dilation, window_dilation: r positive integers each; default 1 each. As in lax, "SAME"
+        and "SAME_LOWER" pad by the size before base dilation.
       ties: where several elements of a window are the maximum (or minimum), which of them has the
         derivative: "first" (as XLA and torch) or "split" (all, in equal shares). Init counts as
-        the first element; an init that is the identity (-inf for a maximum) wins no tie. For max
-        and min only.
+        the first element; an init that is the identity (-inf for a maximum) wins no tie. NaNs are
+        equal elements here: of several the first has the derivative, or all share it. For max and
+        min only.
       associative: True promises that ``computation`` is associative (it need not commute), so that
         long windows cost only a logarithm of their size; the result is then within rounding of
         the written order's. None: true of add, mul, max, min, logaddexp, and, or, xor, which are
@@ -67,8 +69,8 @@ def reduce_window(
       Array (or pytree of arrays) of the operand's dtype with shape
       ``(n' + low + high - span) // stride + 1`` along each axis, n' = (n - 1) * base_dilation + 1
       and span = (window - 1) * window_dilation + 1; 0 where the window does not fit.
-      float16 and bfloat16 accumulate in float32. A NaN in a maximum or minimum propagates, and the
-      first NaN has the derivative.
+      float16 and bfloat16 accumulate in float32, and so do their gradients, also those of init and
+      of captures. A NaN in a maximum or minimum propagates.
 
     Raises:
       ValueError: a geometry that is malformed, operands of different shapes, an option unknown.
@@ -126,6 +128,7 @@ def reduce_window(
 
     operands = [x.astype(d) for x, d in zip(operands, accumulators)]
     inits = [x.astype(d) for x, d in zip(inits, accumulators)]
+    consts = widened(consts)
     if alone and reducer.name == "add":
         (init,), (x,) = inits, operands
         known = _is_known_identity(init, identity("add", x.dtype))

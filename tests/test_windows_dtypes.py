@@ -143,3 +143,41 @@ def test_cotangents_of_a_maximum_accumulate_in_float32(window, ties):
     gradient = jax.grad(f)(x)
     assert gradient.dtype == jnp.bfloat16
     assert gradient[window - 1] == jnp.bfloat16(window * (1 + 1 / 128))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("associative", [None, True])
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda c: lambda a, b: a + b * c,
+        lambda c: lambda a, b: a + b * c[None][0],
+        lambda c: lambda a, b: lax.add(a, lax.mul(b, c)),  # of this dtype only
+    ],
+)
+def test_cotangents_of_a_capture_accumulate_in_float32(op, associative, dtype):
+    """At c = 1 the reducers sum, and d/dc is each cell's number of c's: counted by a plain loop."""
+    cells, window, weight = 1200, 500, 2.0**-6
+
+    def f(c):
+        x, init = jnp.ones(cells, dtype), jnp.asarray(0, dtype)
+        y = reduce_window(x, init, op(c), (window,), associative=associative)
+        return (weight * y.astype(jnp.float32)).sum()
+
+    def pair(left, right):  # a sum and its derivative in c
+        return left[0] + right[0], left[1] + right[0] + right[1]
+
+    def doubled(n):
+        half = n.bit_length() - 1
+        run, result = (1, 0), None
+        for j in range(half + 1):
+            if n >> j & 1:
+                result = run if result is None else pair(result, run)
+            run = pair(run, run)
+        return pair((0, 0), result)[1]
+
+    one = doubled(window) if associative else window
+    want = weight * one * (cells - window + 1)
+    got = jax.grad(f)(jnp.asarray(1, dtype))
+    assert got.dtype == dtype
+    np.testing.assert_allclose(float(got), want, rtol=2 * float(jnp.finfo(dtype).eps))

@@ -54,8 +54,9 @@ class Reducer:
         """The reducer on arrays: ``f(consts, accumulators, cells) -> accumulators`` (lists)."""
 
         def scalar(consts, accumulators, cells):
-            closed = core.ClosedJaxpr(self.jaxpr, list(consts))
-            return core.jaxpr_as_fun(closed)(*accumulators, *cells)
+            # The jaxpr has them as they were captured; they come as `widened` made them.
+            own = [x.astype(v.aval.dtype) for x, v in zip(consts, self.jaxpr.constvars)]
+            return core.jaxpr_as_fun(core.ClosedJaxpr(self.jaxpr, own))(*accumulators, *cells)
 
         for _ in range(rank):
             scalar = jax.vmap(scalar, in_axes=(None, 0, 0))
@@ -226,6 +227,11 @@ def accumulator(dtype):
     """float32 for the floating dtypes of 16 bits or less."""
     narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
     return jnp.dtype(jnp.float32) if narrow else dtype
+
+
+def widened(consts):
+    """What a reducer captured, 16-bit floats as float32, so that their cotangents are summed in it."""
+    return [x.astype(accumulator(x.dtype)) for x in map(jnp.asarray, consts)]
 
 
 @functools.cache
