@@ -68,7 +68,11 @@ def doctor(
 @app.command()
 def setup(
     julia: Annotated[
-        pathlib.Path | None, typer.Option(help="An existing Julia executable to record.")
+        pathlib.Path | None,
+        typer.Option(
+            help="A Julia executable of yours. Without --project the packages are downloaded into a "
+            "project of pybridge's own."
+        ),
     ] = None,
     project: Annotated[
         pathlib.Path | None,

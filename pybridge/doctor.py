@@ -89,7 +89,7 @@ def _look_for_julia(report, engine):
     try:
         found = find.find()
     except JuliaNotFoundError as error:
-        first = str(error).splitlines()[0]
+        first = str(error).splitlines()[0].removesuffix(" Looked at:").rstrip(".")
         report.fact("Julia", first if not error.tried else "none")
         for reason in error.tried:
             report.fact("", reason)
@@ -146,8 +146,7 @@ def package_versions(project) -> dict[str, str]:
 
 
 def _threads_and_signals(report, engine):
-    threads = os.environ.get("PYTHON_JULIACALL_THREADS") or os.environ.get("JULIA_NUM_THREADS")
-    report.fact("Julia threads", f"{threads or 2} (JULIA_NUM_THREADS; the first is Python's)")
+    report.fact("Julia threads", f"{find.threads()} (JULIA_NUM_THREADS, two at least)")
     signals = find.option("handle-signals")
     report.fact("Julia's signal handlers", signals or "yes (set at start)")
     if signals == "no" and engine == "julia":

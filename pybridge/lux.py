@@ -89,7 +89,15 @@ class LuxModel:
         Args:
           seed: an integer, of Julia's ``Random.Xoshiro``.
           dtype: of the float arrays; None keeps what Lux chose, float32 mostly.
+
+        Raises:
+          TypeError: ``seed`` is no integer.
         """
+        if not isinstance(seed, (int, np.integer)) or isinstance(seed, bool):
+            raise TypeError(
+                f"seed is a {type(seed).__name__}; accepted is an integer, which seeds Julia's own "
+                "generator. A key of jax.random is none; int(jax.random.bits(key)) makes one of it."
+            )
         ps, st = self._initial(seed)
 
         def array(leaf):

@@ -131,3 +131,8 @@ def test_bad_models(julia):
     ps, st = model.setup()
     with pytest.raises(JuliaError, match="DimensionMismatch"):
         model(jnp.ones(3), ps, st)
+
+
+def test_a_seed_that_is_a_key(julia):
+    with pytest.raises(TypeError, match="seed is a PRNGKeyArray; accepted is an integer"):
+        LuxModel("Dense(1 => 1)").setup(jax.random.key(0))

@@ -19,7 +19,7 @@ A `nothing` in the result is a zero by structure, or a leaf that does not vary. 
 
 The form is symmetric in its slots and linear in each: its derivatives and transposes are forms again,
 and its `rrule` and `frule` say so. The reference is stevengj's account of forward over reverse
-differentiation; see "The mathematics" in the package's documentation.
+differentiation.
 
 ```jldoctest
 julia> using NestedGradients, Zygote, ADTypes

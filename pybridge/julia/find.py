@@ -90,6 +90,16 @@ def option(name: str) -> str | None:
     return sys._xoptions.get(f"juliacall-{name}") or os.environ.get(variable)
 
 
+def threads() -> str:
+    """How many threads Julia starts with: juliacall's option, JULIA_NUM_THREADS, and two at least.
+
+    The first thread is Python's. A task that Julia code spawns needs another, or it waits for ever
+    when XLA's thread waits for it.
+    """
+    asked = os.environ.get("JULIA_NUM_THREADS", "")
+    return option("threads") or ("2" if asked in ("", "0", "1") else asked)
+
+
 def _from_environment():
     exe, project = option("exe"), option("project")
     if not exe and not project:

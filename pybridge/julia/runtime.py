@@ -13,6 +13,7 @@ Four rules keep it from hanging or crashing; each is argued where it is kept:
 
 import atexit
 import collections
+import contextlib
 import ctypes
 import faulthandler
 import importlib
@@ -110,7 +111,8 @@ class Runtime:
             signals = _Signals()
             starting = f"starting Julia {self.found.version}"
             # At once: Python stands still until Julia is there.
-            with signals, self.children, progress.Announcement(starting, patience=0):
+            announced = progress.Announcement(starting, patience=0)
+            with _for_the_start(self.found), signals, self.children, announced:
                 self.juliacall = importlib.import_module("juliacall")
                 addresses = self._load()
             self.signals_on = self.juliacall.CONFIG.get("opt_handle_signals") in (True, "yes")
@@ -136,6 +138,10 @@ class Runtime:
                 "try Core.eval(Main, :(import NestedGradients, Zygote))\n"
                 "finally Base.eval(:(is_interactive = $was)) end end"
             )
+            if jl.seval(f"{_EXTENSION} === nothing"):
+                raise RuntimeError(
+                    "NestedGradients' extension for PythonCall did not load; Julia says why above"
+                )
             return str(jl.seval(f"{_EXTENSION}.pointers()"))
         except Exception as error:
             said = str(error).strip().splitlines()
@@ -270,16 +276,27 @@ def _set_environment(found):
         # Safepoints are a SIGSEGV that Julia handles: without its handlers a second thread in
         # Julia is a crash. juliacall's default is off; a user's own choice stands.
         os.environ.setdefault("PYTHON_JULIACALL_HANDLE_SIGNALS", "yes")
-    if find.option("threads") is None and os.environ.get("JULIA_NUM_THREADS", "1") in ("", "1"):
-        # The first thread is Python's. A task that Julia code spawns needs another, or it waits for
-        # ever when XLA's thread waits for it.
-        os.environ["PYTHON_JULIACALL_THREADS"] = "2"
     # Its IPython extension writes Julia's output into Python from a Julia task, which crashes when
     # Julia prints on a thread of XLA's. The output arrives without it.
     os.environ.setdefault("PYTHON_JULIACALL_AUTOLOAD_IPYTHON_EXTENSION", "no")
+
+
+@contextlib.contextmanager
+def _for_the_start(found):
+    """What juliacall reads from the environment once, and no child of this process should inherit:
+    its user may have another number of threads or another Julia in mind."""
+    own = {}
+    if find.option("threads") is None:
+        own["PYTHON_JULIACALL_THREADS"] = find.threads()
     if not os.environ.get("PYTHON_JULIACALL_LIB") and not os.environ.get("PYTHON_JULIACALL_BINDIR"):
-        os.environ["PYTHON_JULIACALL_LIB"] = found.lib
-        os.environ["PYTHON_JULIACALL_BINDIR"] = found.bindir
+        own["PYTHON_JULIACALL_LIB"] = found.lib
+        own["PYTHON_JULIACALL_BINDIR"] = found.bindir
+    os.environ.update(own)
+    try:
+        yield
+    finally:
+        for name in own:
+            del os.environ[name]
 
 
 class _Signals:
