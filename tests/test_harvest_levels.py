@@ -7,6 +7,7 @@ plain one in float64, so it shares no code with what is tested.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 
 import jax
@@ -15,8 +16,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from pybridge import harvest
-from pybridge.harvest import reap, sow
+from pybridge import bounded_fori_loop, harvest
+from pybridge.harvest import Undefined, plant, reap, sow
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -255,6 +256,83 @@ def test_grad_of_grad_all_nine():
     same([e.value.tangent, e.tangent.tangent], [dv, ddv])
 
 
+def repeat(step, x):
+    return lax.scan(lambda c, _: (step(c), None), x, None, length=3)[0]
+
+
+LOOPS = {
+    "scan": repeat,
+    "harvest.scan": lambda step, x: harvest.scan(lambda c, _: (step(c), None), x, None, length=3)[
+        0
+    ],
+    "fori_loop": lambda step, x: lax.fori_loop(0, 3, lambda _, c: step(c), x),
+    "cond in scan": lambda step, x: repeat(lambda c: lax.cond(c > -9, step, jnp.cos, c), x),
+    "checkpoint of scan": lambda step, x: jax.checkpoint(functools.partial(repeat, step))(x),
+    "checkpoint in scan": lambda step, x: repeat(jax.checkpoint(step), x),
+    "bounded": lambda step, x: bounded_fori_loop(0, 3, lambda _, c: step(c), x, 3),
+    "bounded, checkpoints": lambda step, x: bounded_fori_loop(
+        0, 3, lambda _, c: step(c), x, 3, checkpoints=2
+    ),
+    "checkpoint of bounded": lambda step, x: jax.checkpoint(
+        lambda x: bounded_fori_loop(0, 3, lambda _, c: step(c), x, 3)
+    )(x),
+    "scan in bounded": lambda step, x: bounded_fori_loop(0, 1, lambda _, c: repeat(step, c), x, 1),
+    "bounded in scan": lambda step, x: lax.scan(
+        lambda c, _: (bounded_fori_loop(0, 3, lambda _, c: step(c), c, 3), None), x, None, length=1
+    )[0],
+    "scan under vmap": lambda step, x: harvest.vmap(functools.partial(repeat, step))(x[None])[0],
+}
+INNER = {
+    "grad": harvest.grad,
+    "value_and_grad": lambda f: lambda x: harvest.value_and_grad(f)(x)[1],
+    "jvp": lambda f: lambda x: harvest.jvp(f, (x,), (1.0,))[1],
+    "jax.grad": jax.grad,
+}
+
+
+# jax.grad hides the sows of the loop that keeps checkpoints, which is refused by name.
+CASES = [
+    pytest.param(LOOPS[loop], INNER[inner], id=f"{loop}, {inner}")
+    for loop, inner in itertools.product(LOOPS, INNER)
+    if (loop, inner) != ("bounded, checkpoints", "jax.grad")
+]
+
+
+@pytest.mark.parametrize(("loop", "inner"), CASES)
+def test_a_loop_in_two_levels_answers_to_a_value_in_it(loop, inner):
+    """The derivative of the outer result in what each step sows, against the loop written out."""
+
+    def plain(x, eps):
+        for e in eps:
+            x = jnp.sin(2 * x + e)
+        return x
+
+    want = jax.jacrev(lambda eps: jax.grad(plain)(0.4, eps))(jnp.zeros(3))
+    f = lambda x: loop(lambda c: jnp.sin(sow(2 * c, "a")), x)
+    _, named = reap(harvest.grad(inner(f)))(jnp.array(0.4))
+    got = named["a"].value.cotangent
+    np.testing.assert_allclose(np.ravel(got), want, rtol=1e-12)
+
+
+@pytest.mark.parametrize("grad", [jax.grad, harvest.grad], ids=["jax", "harvest"])
+def test_what_a_checkpoint_computes_again_is_planted_too(grad):
+    f = jax.checkpoint(lambda x: jnp.sin(sow(2 * x, "a")) * x)
+    np.testing.assert_allclose(plant(grad(f), {"a": 0.3})(0.4), np.sin(0.3), rtol=1e-12)
+
+
+def test_one_of_several_that_a_checkpoint_computes_again():
+    """Which of them an order of jax's own grad repeats is not known, so there is no cotangent."""
+    f = jax.checkpoint(lambda x: jnp.sin(sow(2 * x, "a", mode="last")))
+    twice = lambda x: f(f(x))
+    _, named = reap(harvest.grad(jax.grad(twice)))(0.4)
+    with pytest.raises(Undefined, match=r"computes it again.*use pybridge\.harvest\.grad"):
+        _ = named["a"].value.cotangent
+    plain = lambda x, e: jnp.sin(2 * jnp.sin(2 * x) + e)
+    want = jax.grad(lambda e: jax.grad(plain)(0.4, e))(0.0)
+    _, named = reap(harvest.grad(harvest.grad(twice)))(0.4)
+    np.testing.assert_allclose(named["a"].value.cotangent, want, rtol=1e-12)
+
+
 def test_grad_of_jvp():
     push = lambda x: harvest.jvp(g, (x,), (1.0,))[1]
     _, named = reap(harvest.grad(push))(x0)
@@ -311,6 +389,16 @@ def test_levels_are_addressed_in_any_order():
     same(named["grad"]["jvp"]["v"].tangent.cotangent, [c0])
     with pytest.raises(KeyError, match="did not go through 'jvp' again"):
         _ = named["jvp", "jvp", "v"]
+
+
+def test_a_name_that_was_sown_comes_before_a_level_called_the_same():
+    f = lambda x: sow(x**2, ("grad", "x")) + 3 * sow(x**3, "x")
+    _, named = reap(harvest.grad(f))(2.0)
+    assert list(named) == [("grad", "x"), "x"]
+    for e in (named["grad", "x"], named["grad"]["x"], dict(named)["grad", "x"]):
+        assert (e.value, e.cotangent, e.jacobian) == (4.0, 1.0, 4.0)
+    assert (named["x"].value, named["x"].cotangent, named["x"].jacobian) == (8.0, 3.0, 12.0)
+    assert float(named["grad", "grad", "x"]) == 4.0
 
 
 def test_hessian_lays_out_a_named_jacobian_as_the_result():

@@ -66,6 +66,19 @@ def test_bounded_while_loop(options, grad, wrap):
         same(e.jacobian[:n], jacobian)
 
 
+@pytest.mark.parametrize("options", [{}, {"checkpoints": 2}], ids=["", "checkpoints"])
+def test_a_checkpoint_around_a_bounded_loop(options):
+    out, named = reap(harvest.grad(jax.checkpoint(functools.partial(grow, **options))))(1.0)
+    values, cotangents, jacobian = by_hand(1.0)
+    n, e = len(values), named["c"]
+    pad = lambda rows: [*rows, *[0.0] * (BOUND - n)]
+    same(out, jacobian[-1])
+    same(e.value, pad(values))
+    same(e.cotangent, pad(cotangents))
+    same(e.jacobian[:n], jacobian)
+    assert e.count == n
+
+
 def test_jax_s_own_grad_of_a_checkpointed_loop_is_refused():
     """It folds the loop by a primitive of its own, in which a sow is hidden."""
     f = functools.partial(grow, checkpoints=2)

@@ -244,6 +244,22 @@ def test_inside_scan_cond_checkpoint_and_itself(point, keeping):
         same(make(scalar(nested)), make(scalar(nested_plain)), w, x)
 
 
+@pytest.mark.parametrize(
+    ("policy", "runs"),
+    [(None, 2), (jax.checkpoint_policies.everything_saveable, 1)],
+    ids=["run again", "saved"],
+)
+def test_a_loop_that_does_not_depend_on_the_argument_of_a_checkpoint(policy, runs):
+    w, y = 0.5, 0.7
+    start = jnp.asarray(y)
+    still = lambda: bounded_fori_loop(0, 3, lambda _, c: jnp.sin(c) + w, start, 5)
+    slope = jax.grad(jax.checkpoint(lambda x: jnp.sin(still() * x), policy=policy))
+    for _ in range(3):
+        y = np.sin(y) + w
+    close(slope(0.4), y * np.cos(y * 0.4))
+    assert str(jax.make_jaxpr(slope)(0.4)).count("bounded_loop[") == runs
+
+
 def test_grad_inside_scan_inside_vmap(point, lanes, keeping):
     w = point[0]
 

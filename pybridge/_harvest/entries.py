@@ -30,6 +30,10 @@ class Reaped(Mapping):
     ``reaped["x"]``, ``reaped["scope", "x"]`` or ``reaped["scope"]["x"]``; transformations may be named
     before the name, in any order: ``reaped["grad", "x"]``, ``reaped["vmap", "grad", "x"]`` is the entry
     as those levels made it. A pytree of the arrays in it.
+
+    What was sown comes first, a mapping's keys being what it holds: where a scope "grad" sows "x", both
+    ``reaped["grad", "x"]`` and ``reaped["grad"]["x"]`` are that value, also if an "x" outside of it went
+    through grad. The derivatives of the other are the attributes of ``reaped["x"]``.
     """
 
     def __init__(self, layout, store, residual=None, program=None, labels=(), scope=()):

@@ -22,7 +22,9 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Primitive
 from jax.extend.core import primitives as prims
+from jax.interpreters import ad, batching, mlir
 
 from .lanes import refuse
 from .primitive import HarvestError, show, sow_p, sown_in_eqn
@@ -97,16 +99,36 @@ def prefixed(prefix, vals):
     return {(prefix, *k): v for k, v in vals.items()}
 
 
-@jax.custom_jvp
+tap_p = Primitive("tap")
+tap_p.def_impl(lambda x, _: x)
+tap_p.def_abstract_eval(lambda x, _: x)
+
+
 def tap(x, eps):
-    """x, with the derivative of x + eps: eps is always zero, and costs nothing."""
-    del eps
-    return x
+    """x, with the derivative of x + eps: eps is always zero, and costs nothing.
+
+    A primitive, not a custom_jvp function: where a scan is linearized JAX drops the rules of these in
+    it, and a derivative of that linearization would not see eps.
+    """
+    return tap_p.bind(x, eps)
 
 
-@tap.defjvp
-def _(primals, tangents):
-    return tap(*primals), tangents[0] + tangents[1]
+def _tap_jvp(primals, tangents):
+    return tap(*primals), ad.add_tangents(*tangents)
+
+
+def _tap_batch(args, dims):
+    size = next(x.shape[d] for x, d in zip(args, dims) if d is not None)
+    first = [
+        jnp.broadcast_to(x, (size, *jnp.shape(x))) if d is None else jnp.moveaxis(x, d, 0)
+        for x, d in zip(args, dims)
+    ]
+    return tap(*first), 0
+
+
+ad.primitive_jvps[tap_p] = _tap_jvp
+batching.primitive_batchers[tap_p] = _tap_batch
+mlir.register_lowering(tap_p, lambda _ctx, x, _: [x])
 
 
 def run_eqn(eqn, invals):
@@ -175,10 +197,14 @@ class JaxprForm:
                     f"{', '.join(eqn.params)}). Use the jax that pybridge was tested with."
                 ) from error
         share_points(self.parts.values())
-        self.spots = tuple(s.under(f"{i}") for i, form in self.parts.items() for s in form.spots)
+        spots = tuple(s.under(f"{i}") for i, form in self.parts.items() for s in form.spots)
+        self.spots, self.again = recomputed(spots)
 
     def call(self, consts, args, ask):
         """(outputs, {id: wanted value})."""
+        if self.again:
+            too = lambda d: d | {j: d[i] for i, j in self.again if i in d}
+            ask = ask.with_arrays(too(ask.eps), too(ask.plants))
         env = dict(zip(self.jaxpr.constvars, consts)) | dict(zip(self.jaxpr.invars, args))
         read = lambda v: v.val if hasattr(v, "val") else env[v]
         vals = {}
@@ -192,6 +218,26 @@ class JaxprForm:
                     outs = run_eqn(eqn, invals)
             env.update(zip(eqn.outvars, outs))
         return [read(v) for v in self.jaxpr.outvars], vals
+
+
+def recomputed(spots):
+    """The spots, and pairs of a value's id and the id where jax's grad of a checkpoint computes it again:
+    what is added or planted at the first is at the second, too, since both are the value."""
+    first, again = {}, []
+    key = lambda s: (s.uid, s.leaf, s.shape, tuple(letter for _, letter, *_ in s.steps if letter))
+    values = [s for s in spots if s.role == "value" and s.primal and not s.note]
+    for s in values:
+        if not s.weak:
+            first.setdefault(key(s), []).append(s.id)
+    several = set()
+    for s in values:
+        if s.weak:
+            ids = first.get(key(s), ())
+            again += [(i, s.id) for i in ids if len(ids) == 1]
+            several.update(ids if len(ids) > 1 else ())
+    why = "a checkpoint computes it again, one of several of that name; use pybridge.harvest.grad"
+    spots = tuple(dataclasses.replace(s, blind=why) if s.id in several else s for s in spots)
+    return spots, tuple(again)
 
 
 def share_points(parts):

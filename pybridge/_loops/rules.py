@@ -91,8 +91,11 @@ pe.custom_partial_eval_rules[loop_p] = _partial_eval
 
 def _partial_eval_jaxpr(saveable, unknown, instantiated, eqn):
     """The same for an equation: under checkpoint and shard_map."""
-    del saveable
     new = [v for v, i in zip(eqn.invars, instantiated) if not i and isinstance(v, Var)]
+    if not any(unknown):  # nothing to split: the policy says whether it is saved or run again
+        again = saveable(loop_p, *(v.aval for v in eqn.invars), **eqn.params) is not True
+        n = len(eqn.outvars)
+        return eqn, eqn if again else None, [False] * n, [again] * n, new if again else []
     plan = saving.plan(unknown, **eqn.params)
     if plan is None:
         return None, eqn, [True] * len(eqn.outvars), [True] * len(eqn.outvars), new
