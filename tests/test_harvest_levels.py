@@ -17,7 +17,7 @@ import pytest
 from jax import lax
 
 from pybridge import bounded_fori_loop, harvest
-from pybridge.harvest import Undefined, plant, reap, sow
+from pybridge.harvest import HarvestError, Undefined, plant, reap, sow
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -318,6 +318,16 @@ def test_a_loop_in_two_levels_answers_to_a_value_in_it(loop, inner):
 def test_what_a_checkpoint_computes_again_is_planted_too(grad):
     f = jax.checkpoint(lambda x: jnp.sin(sow(2 * x, "a")) * x)
     np.testing.assert_allclose(plant(grad(f), {"a": 0.3})(0.4), np.sin(0.3), rtol=1e-12)
+
+
+def test_jax_s_own_grad_of_grad_of_a_checkpoint_says_what_to_use():
+    f = jax.checkpoint(lambda x: jnp.sin(sow(2 * x, "a")))
+    with pytest.raises(
+        HarvestError, match=r"sown twice.*checkpoint repeats it, use pybridge\.harv"
+    ):
+        reap(jax.grad(jax.grad(f)))(0.4)
+    _, named = reap(harvest.grad(harvest.grad(f)))(0.4)
+    np.testing.assert_allclose(named["a"].value.cotangent, -2 * np.sin(0.8), rtol=1e-12)
 
 
 def test_one_of_several_that_a_checkpoint_computes_again():
