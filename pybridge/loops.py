@@ -46,12 +46,14 @@ def bounded_while_loop(
       body_fun: function from the carry to a carry of the same structure, shapes and dtypes.
       init_val: the initial carry, a pytree of arrays and numbers of any shapes. Integer, boolean
         and key leaves are allowed and have no gradient.
-      max_steps: the most steps to take, a Python or NumPy integer of at least 0. None means no
-        bound, and then there is forward mode only.
+      max_steps: the most steps to take, a Python or NumPy integer of at least 0 and below 2**31.
+        None means no bound, and then there is forward mode only.
       checkpoints: what the forward pass keeps for the reverse pass. ``"auto"`` keeps what makes
         the gradient fastest while it fits a budget of 16 MiB, which lanes of ``vmap`` share, and
-        checkpoints beyond it: then time grows by a factor of the logarithm of ``max_steps``. An integer of at least 1 is the number
-        of carries that may be kept at once.
+        checkpoints beyond it: then time grows by a factor of the logarithm of ``max_steps``. An
+        integer of at least 1 is the number of carries that may be kept at once. Reverse mode over
+        reverse mode, once it checkpoints, may need more than either: up to about
+        ``16 * max_steps**(1/4)`` carries.
       on_limit: what to do if the loop ends at ``max_steps`` with ``cond_fun`` still true.
         ``"return"`` the carry, fill its floating-point leaves with ``"nan"``, or ``"raise"`` an
         error when the loop has run.
@@ -64,7 +66,7 @@ def bounded_while_loop(
       TypeError: ``max_steps`` is not an integer; a leaf of ``init_val`` is not an array;
         ``cond_fun`` does not return a boolean scalar; ``body_fun`` changes the carry's structure, a
         shape or a dtype.
-      ValueError: ``max_steps`` is negative; an option is not among those accepted; reverse mode of
+      ValueError: ``max_steps`` is negative, or 2**31 or more; an option is not among those accepted; reverse mode of
         a loop with ``max_steps=None``.
       RuntimeError: with ``on_limit="raise"``, the limit was reached. From compiled code it arrives
         within the error that jax makes of it, when the result is waited for.
@@ -205,7 +207,7 @@ def bounded_scan_until(
       body_fun: function from the carry to a pair: the next carry, and the step's output, a pytree
         of arrays.
       init_val: the initial carry, as for :func:`bounded_while_loop`.
-      max_steps: the most steps to take, a Python or NumPy integer of at least 0.
+      max_steps: the most steps to take, a Python or NumPy integer of at least 0 and below 2**31.
       checkpoints, on_limit, return_steps: as for :func:`bounded_while_loop`.
 
     Returns:

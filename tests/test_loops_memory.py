@@ -84,6 +84,39 @@ def test_checkpoints_to_second_order_and_under_vmap():
     close(quick(jax.grad(whole))(W), theirs)
 
 
+@pytest.mark.parametrize("slots", [1, 11])
+def test_checkpoints_reverse_over_reverse(slots):
+    """By loops within loops: three levels, and two."""
+    twice = lambda fun, w, x: jax.jacrev(jax.grad(fun, 1), (0, 1))(w, x)
+    ours = quick(lambda steps, w, x: twice(loss(steps, 30, checkpoints=slots), w, x))
+    for steps in (0, 1, 11, 30):
+        close(ours(steps, W, X), quick(functools.partial(twice, plain(steps)))(W, X), 1e-10)
+
+
+def test_checkpoints_reverse_over_reverse_under_vmap():
+    xs, steps = jnp.stack([X, X * 0.5, -X]), (5, 0, 9)
+    each = lambda x, n: jax.jacrev(jax.grad(loss(n, 9, checkpoints=2), 1), 1)(W, x)
+    theirs = jnp.stack([jax.hessian(plain(n), 1)(W, x) for x, n in zip(xs, steps)])
+    close(quick(jax.vmap(each))(xs, jnp.array(steps)), theirs, 1e-10)
+
+
+def test_checkpoints_reverse_over_forward_over_reverse():
+    def third(fun):
+        hvp = lambda x: jax.jvp(lambda x: jax.grad(fun, 1)(W, x), (x,), (x,))[1]
+        return quick(jax.grad(lambda x: jnp.sum(hvp(x) ** 2)))(jnp.asarray(X))
+
+    close(third(loss(5, 9, checkpoints=2)), third(plain(5)), 1e-10)
+
+
+@pytest.mark.parametrize("bound", [1, 2, 9, 30, 512, 4096, 1_000_000])
+def test_levels_reach_the_bound_within_the_slots(bound):
+    for slots in (1, 3, 64, 2000):
+        levels = trajectory._levels(bound, slots)
+        assert math.prod(levels) >= bound
+        assert sum(levels) <= max(slots, 4 * math.ceil(bound**0.25))
+        assert len(levels) == 1 or bound > slots
+
+
 @pytest.mark.parametrize("steps", [0, 1, 31, 32, 33, 64, 70])
 def test_chunks(steps, monkeypatch):
     monkeypatch.setattr(chunks, "pay", lambda *_: True)
@@ -281,6 +314,13 @@ def test_memory_does_not_grow_with_the_bound_beyond_the_budget():
     sizes = [temporary_bytes(jax.grad(big(5, m)), y) for m in (1_000, 10_000, 1_000_000)]
     assert max(sizes) < 1.1 * min(sizes)
     assert max(sizes) < 2 * saving.BUDGET_BYTES
+
+
+def test_memory_of_reverse_over_reverse_grows_with_the_fourth_root_of_the_bound():
+    """It was the bound times the state: 26 GB here."""
+    size, bound = 200_000, 4096
+    run = lambda x: big(2, bound)(jnp.full(size, x)) / size
+    assert temporary_bytes(jax.grad(jax.grad(run)), 0.3) < 20 * bound**0.25 * size * 8
 
 
 def test_the_budget_is_that_of_all_lanes():

@@ -386,6 +386,44 @@ def test_a_predicate_that_depends_on_what_is_differentiated_but_not_mapped():
     close(ours, 0.5 * 2 * 3.0 + 1.0)
 
 
+def _inner_checkpoints(x):
+    body = lambda c: (c[0] + 1, jnp.sin(c[1]))
+    return bounded_while_loop(lambda c: c[0] < 3, body, (0, x), 5, checkpoints=1)[1]
+
+
+def _inner_prints(x):
+    def body(c):
+        jax.debug.callback(lambda _: None, c[1])
+        return c[0] + 1, jnp.sin(c[1])
+
+    return bounded_while_loop(lambda c: c[0] < 3, body, (0, x), 5)[1]
+
+
+def _inner_while(x):
+    body = lambda c: (c[0] + 1, jnp.sin(c[1]))
+    return lax.while_loop(lambda c: c[0] < 3, body, (0, x))[1]
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer"),
+    [
+        (_inner_checkpoints, jax.jacrev),
+        (_inner_prints, jax.jacrev),
+        (_inner_prints, jax.jacfwd),
+        (_inner_while, jax.jacfwd),
+    ],
+)
+def test_a_value_in_a_body_does_not_seem_to_need_its_tangent(inner, outer):
+    """vmap of a jvp of a loop: the inner loop computes values and tangents together, and the values
+    came out with an axis of lanes, which jacfwd refuses."""
+    run = lambda x: bounded_while_loop(lambda v: v < 0.5, lambda v: inner(v) + 0.3, x, 3)
+    first = outer(run)
+    theirs = (first(0.3 + 1e-5) - first(0.3 - 1e-5)) / 2e-5
+    close(jax.jacfwd(first)(0.3), theirs, 1e-8)
+    value = jax.vmap(lambda t: jax.jvp(first, (0.3,), (t,)), out_axes=(None, 0))(jnp.ones(2))[0]
+    close(value, first(0.3))
+
+
 def test_collectives_inside_the_body():
     def run(x):
         body = lambda c: (jnp.sin(c[0]) + lax.pmean(c[0], "i"), c[1] + 1)

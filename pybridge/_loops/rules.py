@@ -208,9 +208,7 @@ batching.fancy_primitive_batchers[loop_p] = _batch
 # ---- dead code: a loop that computes only what is wanted ----
 
 
-def _dce(used, eqn):
-    if eqn.effects:
-        return [True] * len(eqn.invars), eqn
+def _wanted(used, eqn):
     if not any(used):
         return [False] * len(eqn.invars), None
     p = eqn.params
@@ -237,9 +235,9 @@ def _dce(used, eqn):
     # A carry that others need is computed though nobody asked for it: its variable stays unread.
     outvars = select(wanted, eqn.outvars)
     invars = select(kept, eqn.invars)
-    return kept, new_jaxpr_eqn(
-        invars, outvars, loop_p, params, eqn.effects, eqn.source_info, eqn.ctx
-    )
+    effects = params["step"].effects | (params["cond"].effects if cond is not None else frozenset())
+    return kept, new_jaxpr_eqn(invars, outvars, loop_p, params, effects, eqn.source_info, eqn.ctx)
 
 
-pe.dce_rules[loop_p] = _dce
+steps.wanted_rules[loop_p] = _wanted
+pe.dce_rules[loop_p] = steps.dce

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.api_util import debug_info
 from jax.extend import linear_util as lu
-from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun, new_jaxpr_eqn, primitives
 from jax.interpreters import ad
 from jax.interpreters import partial_eval as pe
 
@@ -53,6 +53,55 @@ def is_float(aval):
 
 # ---- what depends on what ----
 
+# Primitive -> a rule ``(flags of the used results, equation) -> (flags of the operands they need, the
+# equation for them alone)``. It asks for values only, and so differs from a rule for dead code, which
+# keeps what has an effect.
+wanted_rules = {}
+
+
+def dce(used, eqn):
+    """A rule for dead code that follows from one of ``wanted_rules``."""
+    if eqn.effects:
+        return [True] * len(eqn.invars), eqn
+    return wanted_rules[eqn.primitive](used, eqn)
+
+
+def _while_wanted(used, eqn):
+    """jax has no such rule for ``while``, so a value there would seem to need its tangent."""
+    p = eqn.params
+    n = p["cond_nconsts"], p["body_nconsts"]
+    cond, body = p["cond_jaxpr"], p["body_jaxpr"]
+    c_consts, c_carry = split(needs(cond, [True]), n[0])
+    carry = [a or b for a, b in zip(used, c_carry)]
+    while True:
+        b_consts, b_carry = split(needs(body, carry), n[1])
+        after = [a or b for a, b in zip(carry, b_carry)]
+        if after == carry:
+            break
+        carry = after
+    cond = restrict(cond, (*c_consts, *carry), (True,))
+    body = restrict(body, (*b_consts, *carry), tuple(carry))
+    params = dict(
+        p,
+        cond_jaxpr=cond,
+        body_jaxpr=body,
+        cond_nconsts=sum(c_consts),
+        body_nconsts=sum(b_consts),
+    )
+    kept = [*c_consts, *b_consts, *carry]
+    return kept, new_jaxpr_eqn(
+        select(kept, eqn.invars),
+        select(carry, eqn.outvars),
+        eqn.primitive,
+        params,
+        cond.effects | body.effects,
+        eqn.source_info,
+        eqn.ctx,
+    )
+
+
+wanted_rules[primitives.while_p] = _while_wanted
+
 
 def _live(closed, wanted):
     """The equations that the wanted outputs need, and flags of the inputs.
@@ -65,6 +114,7 @@ def _live(closed, wanted):
         hit = [v in live for v in eqn.outvars]
         if any(hit):
             rule = None if eqn.effects else pe.dce_rules.get(eqn.primitive)
+            rule = wanted_rules.get(eqn.primitive, rule)
             eqn = rule(hit, eqn)[1] if rule else eqn
             eqns.append(eqn)
             live.update(v for v in eqn.invars if _is_var(v))

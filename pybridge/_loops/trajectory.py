@@ -9,11 +9,14 @@ most r advances a step it reaches binomial(c + r, c) steps (Griewank and Walther
 revolve, ACM TOMS 26, 2000).
 """
 
+import itertools
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive, jaxpr_as_fun, primitives, set_current_trace
+from jax.extend.core import Primitive, jaxpr_as_fun, new_jaxpr_eqn, primitives, set_current_trace
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
@@ -198,26 +201,91 @@ def _dual_fold(fold, m_consts, m_x, m_r):
 # ---- linearisation ----
 
 
-def _by_rows(*operands, advance, fold, bound, slots, reverse, counts):
-    """The same fold over rows of all states, which linearises by the rules of the loop. Only
-    reverse mode over reverse mode comes here, and it needs the memory of all states."""
-    del slots
+def _by_loops(*operands, advance, fold, bound, slots, reverse, counts):
+    """The same fold by loops within loops, which linearise by the rules of the loop.
+
+    Only reverse mode over reverse mode comes here. It asks for pairs of a state and an r, and these
+    run in opposite directions, so no schedule of single states serves it. But each loop keeps a
+    state and an r for each of its own steps, and what its inner loops keep is computed again.
+    """
     length, consts, x, r = _parts(operands, counts)
+    nest = _nest(advance, fold, counts, _levels(bound, slots), reverse)
+    return jaxpr_as_fun(nest)(length, *consts, *x, *r)
+
+
+# More loops within loops would take longer to compile than they save.
+MOST_LEVELS = 4
+
+
+def _levels(bound, slots):
+    """The bounds of as few loops as keep no more than ``slots`` steps in all, or else of those that
+    keep the fewest. Together they reach ``bound``."""
+    choices = []
+    for depth in range(1, MOST_LEVELS + 1):
+        left, levels = bound, []
+        for below in reversed(range(depth)):
+            levels.append(next(k for k in itertools.count(1) if k ** (below + 1) >= left))
+            left = -(-left // levels[-1])
+        choices.append(tuple(levels))
+    fitting = [levels for levels in choices if sum(levels) <= slots]
+    return fitting[0] if fitting else min(choices, key=sum)
+
+
+@steps.remember
+def _nest(advance, fold, counts, levels, reverse):
+    """``(length, consts, x, r) -> r`` over steps in segments, and those in segments, and so on."""
+    n = counts[1], counts[2]
+    c, x, r = split(fold.in_avals, *n)
+    if not levels:
+        return steps.trace(lambda length, *args: jaxpr_as_fun(fold)(*args), [_LENGTH, *c, *x, *r])
+    inside = math.prod(levels[1:])
+    inner = _nest(advance, fold, counts, levels[1:], reverse)
+
+    def segment(*args):
+        (length,), consts, carry, (k, *start) = split(args, 1, n[0], len(r))
+        return jaxpr_as_fun(inner)(_steps_in(k, length, inside), *consts, *start, *carry)
+
+    segment = steps.trace(segment, [_LENGTH, *c, *r, _LENGTH, *x])
+
+    def run(*args):
+        (length,), consts, x, r = split(args, 1, *n)
+        starts = _walk(length, consts, x, advance, levels, starts=True)
+        return _over_segments(length, consts, r, starts, segment, levels, reverse)
+
+    return steps.trace(run, [_LENGTH, *c, *x, *r])
+
+
+_LENGTH = jax.core.ShapedArray((), jnp.int32)
+
+
+def _walk(length, consts, x, advance, levels, starts=False):
+    """The state after ``length`` steps, or the states at the starts of the outermost segments."""
+    if not levels:
+        return jaxpr_as_fun(advance)(*consts, *x)
+    inside = math.prod(levels[1:])
+
+    def segment(*args):
+        (length,), consts, x, (k,) = split(args, 1, *n)
+        after = _walk(_steps_in(k, length, inside), consts, x, advance, levels[1:])
+        return [*after, *x] if starts else after
+
     n = len(consts), len(x)
-    with_row = lambda *args: [*jaxpr_as_fun(advance)(*args), *args[n[0] :]]
-    rows = primitive.bind(
-        [length], consts, x, [], cond=None, step=steps.trace(with_row, advance.in_avals),
-        bound=bound, reverse=False, checkpoints="all",
-    )[n[1] :]  # fmt: skip
-    in_c, in_x, in_r = split(fold.in_avals, *n)
+    segment = steps.trace(segment, [_LENGTH, *advance.in_avals, _LENGTH])
+    outs = _over_segments(length, consts, x, [], segment, levels, False)
+    return outs[n[1] :] if starts else outs
 
-    def step(*args):
-        c, r, x = split(args, n[0], len(in_r))
-        return jaxpr_as_fun(fold)(*c, *x, *r)
 
+def _steps_in(k, length, inside):
+    return jnp.clip(length - k * inside, 0, inside)
+
+
+def _over_segments(length, consts, carry, rows, segment, levels, reverse):
+    inside = math.prod(levels[1:])
+    count = lax.div(length + jnp.int32(inside - 1), jnp.int32(inside))
+    rows = [jnp.arange(levels[0], dtype=jnp.int32), *rows]
     return primitive.bind(
-        [length], consts, r, rows, cond=None, step=steps.trace(step, [*in_c, *in_r, *in_x]),
-        bound=bound, reverse=reverse, checkpoints="all",
+        [count], [length, *consts], carry, rows, cond=None, step=segment,
+        bound=levels[0], reverse=reverse, checkpoints="all",
     )  # fmt: skip
 
 
@@ -232,7 +300,7 @@ def _partial_eval(trace, *tracers, **params):
     if not _trajectory_unknown(unknown, params["advance"], params["counts"]):
         return trace.default_process_primitive(fold_p, tracers, params)
     with set_current_trace(trace):
-        return _by_rows(*tracers, **params)
+        return _by_loops(*tracers, **params)
 
 
 pe.custom_partial_eval_rules[fold_p] = _partial_eval
@@ -245,7 +313,7 @@ def _partial_eval_jaxpr(saveable, unknown, instantiated, eqn):
         flags = [not known] * len(eqn.outvars)
         return (eqn, None, flags, flags, []) if known else (None, eqn, flags, flags, new)
     body = steps.trace(
-        lambda *operands: _by_rows(*operands, **eqn.params), [v.aval for v in eqn.invars]
+        lambda *operands: _by_loops(*operands, **eqn.params), [v.aval for v in eqn.invars]
     )
     call = eqn.replace(
         primitive=primitives.closed_call_p, params={"call_jaxpr": body}, effects=body.effects
@@ -299,6 +367,44 @@ def _transposed(fold, linear, n_x):
         return [*map(lax.add, sums, d_c), *d_r]
 
     return steps.trace(back, [*known, *x, *moving, *r])
+
+
+# ---- dead code ----
+
+
+def _wanted(used, eqn):
+    """What the used results are computed from, and a fold of nothing else."""
+    if not any(used):
+        return [False] * len(eqn.invars), None
+    p = eqn.params
+    advance, fold = p["advance"], p["fold"]
+    _, n_consts, n_x = p["counts"]
+    while True:
+        w_consts, w_x, w_in = split(steps.needs(fold, used), n_consts, n_x)
+        w_r = [a or b for a, b in zip(used, w_in)]
+        if w_r == list(used):
+            break
+        used = w_r
+    while True:
+        a_consts, a_x = split(steps.needs(advance, w_x), n_consts)
+        w_next = [a or b for a, b in zip(w_x, a_x)]
+        if w_next == w_x:
+            break
+        w_x = w_next
+    w_consts = [a or b for a, b in zip(w_consts, a_consts)]
+    advance = steps.restrict(advance, tuple(w_consts + w_x), tuple(w_x))
+    fold = steps.restrict(fold, tuple(w_consts + w_x + w_r), tuple(w_r))
+    kept = [True, *w_consts, *w_x, *w_r]
+    params = dict(p, advance=advance, fold=fold, counts=(1, sum(w_consts), sum(w_x)))
+    effects = advance.effects | fold.effects
+    return kept, new_jaxpr_eqn(
+        select(kept, eqn.invars), select(w_r, eqn.outvars), fold_p, params, effects,
+        eqn.source_info, eqn.ctx,
+    )  # fmt: skip
+
+
+steps.wanted_rules[fold_p] = _wanted
+pe.dce_rules[fold_p] = steps.dce
 
 
 # ---- vmap ----
