@@ -323,7 +323,7 @@ def test_what_a_checkpoint_computes_again_is_planted_too(grad):
 def test_jax_s_own_grad_of_grad_of_a_checkpoint_says_what_to_use():
     f = jax.checkpoint(lambda x: jnp.sin(sow(2 * x, "a")))
     with pytest.raises(
-        HarvestError, match=r"sown twice.*checkpoint repeats it, use pybridge\.harv"
+        HarvestError, match=r"sown twice.*checkpoint repeats it, use pybridge\.harvest"
     ):
         reap(jax.grad(jax.grad(f)))(0.4)
     _, named = reap(harvest.grad(harvest.grad(f)))(0.4)

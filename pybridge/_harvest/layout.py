@@ -83,7 +83,7 @@ class Layout:
         if modes == {"append"} and not any(s.twice for s in sites):
             return sites
         again = is_raw(one) and one.uid == two.uid
-        hint = " If jax's own grad of a checkpoint repeats it, use pybridge.harvest.grad."
+        hint = " If jax's own grad or vmap of a checkpoint repeats it, use pybridge.harvest's."
         raise HarvestError(
             f"{show(name)} is sown twice in one run: at {one.where} and at {two.where}. Accepted: one sow a "
             f'name (in branches: of one shape and dtype), or mode="append" to collect, mode="last" to overwrite (the same mode at each sow). '
