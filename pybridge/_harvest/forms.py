@@ -27,7 +27,7 @@ from jax.extend.core import primitives as prims
 from jax.interpreters import ad, batching, mlir
 
 from .lanes import refuse
-from .primitive import HarvestError, show, sow_p, sown_in_eqn
+from .primitive import HarvestError, batch_first, show, sow_p, sown_in_eqn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,17 +117,8 @@ def _tap_jvp(primals, tangents):
     return tap(*primals), ad.add_tangents(*tangents)
 
 
-def _tap_batch(args, dims):
-    size = next(x.shape[d] for x, d in zip(args, dims) if d is not None)
-    first = [
-        jnp.broadcast_to(x, (size, *jnp.shape(x))) if d is None else jnp.moveaxis(x, d, 0)
-        for x, d in zip(args, dims)
-    ]
-    return tap(*first), 0
-
-
 ad.primitive_jvps[tap_p] = _tap_jvp
-batching.primitive_batchers[tap_p] = _tap_batch
+batching.primitive_batchers[tap_p] = lambda args, dims: (tap(*batch_first(args, dims)), 0)
 mlir.register_lowering(tap_p, lambda _ctx, x, _: [x])
 
 

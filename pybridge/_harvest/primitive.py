@@ -196,12 +196,17 @@ def _transpose(cts, *_, steps, leaves, **params):
     return out
 
 
-def _batch(args, dims, *, steps, **params):
+def batch_first(args, dims):
+    """The operands with their batch axis first, those that have none repeated."""
     size = next(x.shape[d] for x, d in zip(args, dims) if d is not None)
-    first = [
+    return [
         jnp.broadcast_to(x, (size, *jnp.shape(x))) if d is None else jnp.moveaxis(x, d, 0)
         for x, d in zip(args, dims)
     ]
+
+
+def _batch(args, dims, *, steps, **params):
+    first = batch_first(args, dims)
     return sow_p.bind(*first, steps=(*steps, ("vmap", "")), **params), [0] * len(args)
 
 
