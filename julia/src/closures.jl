@@ -9,11 +9,12 @@ function that takes it as its last argument: `skeleton(args..., params) == f(arg
 Looks through closures, callable structs, compositions, `Base.Fix1` and `Base.Fix2`, `NamedTuple`s and
 `Tuple`s, `Ref`s and the `Core.Box`es of captured variables that are assigned more than once, at any
 depth. A leaf is a floating point or complex number, or an array of them; integers, `Bool`s, `Symbol`s,
-strings, types and modules stay in the skeleton. The same array captured twice is two leaves. `f` must
-not change what it captured. `params` is `(;)` if nothing that varies was captured.
+strings, types and modules stay in the skeleton: what a module holds is global, as in Python. The same
+array captured twice is two leaves. `f` must not change what it captured. `params` is `(;)` if nothing
+that varies was captured.
 
 Throws an `ArgumentError` that names the field if a capture can neither be taken apart nor be constant,
-such as a `Dict` that holds arrays.
+such as a `Dict` or a `Set` that holds arrays.
 
 ```jldoctest
 julia> using NestedGradients
@@ -60,7 +61,6 @@ const Fixed = Union{
     Regex,
     IO,
     AbstractRNG,
-    Task,
     Ptr,
     Method,
     AbstractIrrational,
@@ -76,7 +76,8 @@ The leaves of `x`: itself, a nest, or `nothing` if nothing in `x` varies. `path`
 """
 captured(x::Leaf, path) = x
 captured(::Fixed, path) = nothing
-captured(x::AbstractDict, path) = isconstant(x) ? nothing : uncaptured(x, path)
+const Opaque = Union{AbstractDict, AbstractSet, Channel, Core.SimpleVector, Task, WeakRef}
+captured(x::Opaque, path) = isconstant(x, path) ? nothing : uncaptured(x, path)
 function captured(x::AbstractArray, path)
     leaves = map(i -> captured(x[i], (path..., i)), eachindex(IndexLinear(), x))
     return all(isnothing, leaves) ? nothing : reshape(leaves, size(x))
@@ -102,7 +103,19 @@ present(leaves::Tuple) = all(isnothing, leaves) ? nothing : leaves
     )
 end
 
-isconstant(x::AbstractDict) = all(((k, v),) -> captured(v, (k,)) === nothing, x)
+# What is reached otherwise than by fields and indices that `rebuild` could set. A key that is a number
+# is what a Dict is asked by.
+isconstant(x::AbstractDict, path) = all(x) do (k, v)
+    return (k isa Number || isconstant(k, path)) && isconstant(v, path)
+end
+isconstant(x::Union{AbstractSet, Core.SimpleVector}, path) = all(
+    v -> isconstant(v, path),
+    x,
+)
+isconstant(x::Channel, path) = isconstant(x.data, path)
+isconstant(x::Task, path) = !istaskdone(x) || isconstant(x.result, path)
+isconstant(x::WeakRef, path) = isconstant(x.value, path)
+isconstant(x, path) = captured(x, path) === nothing
 function uncaptured(x, path)
     throw(ArgumentError(
         "the captured field `$(join(path, '.'))` is a $(typeof(x)), which holds numbers that vary but cannot be taken apart; capture its arrays in a NamedTuple or pass them as arguments",
@@ -153,9 +166,15 @@ end
 function retyped(T::DataType, fields)
     T.parameters === Core.svec() && return T
     generic = Base.unwrap_unionall(Base.typename(T).wrapper)
-    found = IdDict{Any, Any}(zip(generic.parameters, T.parameters))
+    found = IdDict{Any, Any}()
     for (declared, actual) in zip(generic.types, fields)
         solve!(found, declared, actual)
+    end
+    # A parameter that no field is declared with stays; but the element type of a field that changes
+    # goes with it, as in a factorization `Cholesky{T, S}` of `factors::S`.
+    for (p, old) in zip(generic.parameters, T.parameters)
+        i = findfirst(F -> F <: AbstractArray && eltype(F) === old, collect(fieldtypes(T)))
+        get!(found, p, i === nothing ? old : eltype(fields[i]))
     end
     try
         return Base.typename(T).wrapper{[found[p] for p in generic.parameters]...}

@@ -1,4 +1,5 @@
 using ComponentArrays: ComponentArray
+using LinearAlgebra: cholesky, lu, qr
 using NestedGradients: NestedGradients, rebuild, unwrap
 using Random: Xoshiro
 using Test
@@ -128,6 +129,32 @@ end
     end
 end
 
+const kept = [1.0]
+function filled(w)
+    channel = Channel{Any}(1)
+    put!(channel, w)
+    return channel
+end
+done(w) = (task = Task(() -> w); schedule(task); wait(task); task)
+
+@testset "what holds arrays and cannot be given others: $(typeof(t))" for t in (
+        Set([[1.0]]),
+        Set([1.0]),
+        Base.IdSet{Any}([[1.0]]),
+        Dict([1.0] => 1),
+        Dict(1.0 => [1.0]),
+        filled([1.0]),
+        Core.svec([1.0]),
+        WeakRef(kept),
+        done([1.0]),
+    )
+    @test_throws "`inner.t`" unwrap(
+        let inner = (t = t,)
+            x -> (inner.t; x)
+        end,
+    )
+end
+
 @testset "what cannot be taken apart is an error that names it" begin
     d = Dict(:w => [1.0])
     f = let inner = (table = d,)
@@ -138,6 +165,35 @@ end
         x -> d[:n] .* x
     end
     @test last(unwrap(constant)) == (;)
+    for looked_up in (
+            Set([1, 2]),
+            Set(["a"]),
+            Dict(0.5 => :half),
+            Channel{Int}(1),
+            Set([:a]),
+        )
+        @test last(unwrap(
+            let t = looked_up
+                x -> length(t) .* x
+            end,
+        )) ==
+            (;)
+    end
+    nested = let t = Set([Dict(:w => [1.0])])
+        x -> first(t)[:w] .* x
+    end
+    @test_throws "t` is a Set" unwrap(nested)
+end
+
+@testset "a factorization has the element type of its factors" begin
+    A = [2.0 1.0; 1.0 2.0]
+    for F in (cholesky(A), lu(A), qr(A))
+        skeleton, params = unwrap(b -> F \ b)
+        narrow = (F = map(a -> a isa AbstractArray{Float64} ? Float32.(a) : a, params.F),)
+        y = skeleton(Float32[1, 2], narrow)
+        @test y isa Vector{Float32}
+        @test y ≈ A \ [1.0, 2.0] rtol = 1.0e-5
+    end
 end
 
 @testset "a field of fixed type" begin

@@ -209,6 +209,19 @@ end
         (3, 3)
 end
 
+const UNTYPED = Any[0.5]
+
+@testset "a reducer whose type is not inferred, windows $n" for n in (0, 3)
+    affine(a, b) = a + UNTYPED[1] * b
+    f(x) = sum(reduce_window(affine, 1.0, x; window = 2))
+    y = reduce_window(affine, 1.0, zeros(n); window = 2)
+    @test y isa Vector{Float64} && length(y) == max(0, n - 1)
+    @test only(Zygote.gradient(f, zeros(n))) == (n == 0 ? zeros(0) : [0.5, 1.0, 0.5])
+    pair(a, b) = (affine(a[1], b[1]), a[2])
+    z = reduce_window(pair, (1.0, 0), (zeros(n), zeros(Int, n)); window = 2)
+    @test z isa Tuple{Vector{Float64}, Vector{Int}}
+end
+
 @testset "bad input names the argument" begin
     says(text) = e -> e isa ArgumentError && occursin(text, e.msg)
     for (text, call) in (
@@ -237,6 +250,34 @@ end
                 () -> reduce_window((a, b) -> a, (0.0, 0.0), (X, [1]); window = 1),
             ),
             ("x must be", () -> reduce_window(+, 0.0, 1.0; window = 1)),
+            (
+                "op must return a number, as init is, and returns a Vector",
+                () -> reduce_window((a, b) -> [a, b], 0.0, X; window = 2),
+            ),
+            ("a String", () -> reduce_window((a, b) -> "s", 0.0, X; window = 2)),
+            ("a String", () -> reduce_window((a, b) -> "s", 0.0, zeros(0); window = 2)),
+            (
+                "the String \"s\"",
+                () -> reduce_window(
+                    (a, b) -> UNTYPED[1] > 0 ? "s" : a,
+                    0.0,
+                    zeros(40);
+                    window = 40,
+                    associative = true,
+                ),
+            ),
+            (
+                "the String \"s\"",
+                () -> reduce_window((a, b) -> UNTYPED[1] > 0 ? "s" : a, 0.0, X; window = 2),
+            ),
+            (
+                "a tuple of 2 numbers",
+                () -> reduce_window((a, b) -> a[1], (0.0, 0.0), (X, X); window = 1),
+            ),
+            (
+                "a tuple of 2 numbers",
+                () -> reduce_window((a, b) -> (a[1],), (0.0, 0.0), (X, X); window = 1),
+            ),
         )
         error = try
             call()

@@ -5,6 +5,8 @@ const REPORT_START = "JuliaError in "
 const REPORT_END = "\n(end of JuliaError)"
 const LONGEST_MESSAGE = 2000
 const MOST_LINES = 6
+const MUTATION = "the function wrote into an array, which has no derivative here. The argument outside is \
+                  unchanged; write the function without mutation, `y = 2 .* x` instead of `x .= 2 .* x`. "
 
 # Source name => lines, of the code strings that Python gave.
 const SOURCES = Dict{Symbol, Vector{String}}()
@@ -32,6 +34,7 @@ function message_of(e)
     catch
         string(typeof(e))
     end
+    occursin("Mutating arrays is not supported", text) && (text = MUTATION * text)
     text = length(text) > LONGEST_MESSAGE ? first(text, LONGEST_MESSAGE) * "..." : text
     return rstrip(text)
 end

@@ -12,7 +12,7 @@ const HELD_LOCK = Base.Threads.SpinLock()
 """
 function hold(x)
     leaves = Any[]
-    description = sprint(io -> hold_value(io, x, leaves))
+    description = sprint(io -> hold_value(io, x, leaves, ()))
     key = lock(HELD_LOCK) do
         key = maximum(keys(HELD); init = 0) + 1
         HELD[key] = leaves
@@ -23,9 +23,14 @@ end
 
 drop(key) = (lock(() -> delete!(HELD, key), HELD_LOCK); "")
 
-hold_value(io, ::Nothing, leaves) = print(io, "None")
-hold_value(io, x::Number, leaves) = hold_array(io, x, Base.fill(x), leaves)
-hold_value(io, x::AbstractArray{<:Number}, leaves) = hold_array(io, x, Array(x), leaves)
+hold_value(io, ::Nothing, leaves, path) = print(io, "None")
+hold_value(io, x::Number, leaves, path) = hold_array(io, x, Base.fill(x), leaves)
+hold_value(io, x::AbstractArray{<:Number}, leaves, path) = hold_array(
+    io,
+    x,
+    Array(x),
+    leaves,
+)
 
 function hold_array(io, x, array, leaves)
     push!(leaves, array)
@@ -34,26 +39,33 @@ function hold_array(io, x, array, leaves)
     print(io, "), ", UInt(pointer(array)), ")")
 end
 
-function hold_value(io, x::Tuple, leaves)
+function hold_value(io, x::Tuple, leaves, path)
     print(io, "('tuple', [")
-    foreach(y -> (hold_value(io, y, leaves); print(io, ", ")), x)
+    for (i, y) in pairs(x)
+        hold_value(io, y, leaves, (path..., i))
+        print(io, ", ")
+    end
     print(io, "])")
 end
 
-function hold_value(io, x::NamedTuple, leaves)
+function hold_value(io, x::NamedTuple, leaves, path)
     print(io, "('dict', {")
     for (key, y) in pairs(x)
         print(io, python_string(key), ": ")
-        hold_value(io, y, leaves)
+        hold_value(io, y, leaves, (path..., key))
         print(io, ", ")
     end
     print(io, "})")
 end
 
-hold_value(io, x, leaves) = throw(ArgumentError(
-    "a $(typeof(x)) cannot be given to Python; accepted are numbers, arrays of \
-                         numbers, nothing, and tuples and named tuples of these",
-))
+function hold_value(io, x, leaves, path)
+    place = isempty(path) ? "the value" : "the field `$(join(path, '.'))`"
+    throw(ArgumentError(
+        "$place is a $(typeof(x)), which cannot be given to Python; accepted are numbers, arrays of \
+         numbers, nothing, and tuples and named tuples of these. Make it one of them: a vector of \
+         arrays, say, a tuple by Tuple(v), or one array by stack(v)",
+    ))
+end
 
 python_string(key) = replace(repr(String(key)), "\\\$" => "\$")
 

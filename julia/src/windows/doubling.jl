@@ -24,7 +24,7 @@ function _pairs(op, left, right)
     values = similar(left.values, size(have))
     for i in CartesianIndices(have)
         if left.have[i] && right.have[i]
-            values[i] = op(left.values[i], right.values[i])
+            values[i] = combine(op, left.values[i], right.values[i])
         elseif have[i]
             values[i] = left.have[i] ? left.values[i] : right.values[i]
         end

@@ -16,11 +16,12 @@ so does `reduce_window`.
 
 `window`, `stride`, `base_dilation` and `window_dilation` are positive integers, one an axis of `x` or
 one for all; `padding` is `:valid`, `:same`, `:same_lower`, or for each axis an integer or a pair
-`(low, high)`, which may be negative.
+`(low, high)`, which may be negative. As in XLA, `:same` and `:same_lower` pad by the size before base
+dilation.
 
-In `max` and `min` a NaN propagates and the first NaN has the derivative. Of equal elements the first
-has it (`ties = :first`), or all in equal shares (`ties = :split`); `init` counts as the first element,
-but wins no tie where it is the identity (`-Inf` for `max`).
+In `max` and `min` a NaN propagates. Of equal elements the first has the derivative (`ties = :first`),
+or all in equal shares (`ties = :split`), NaNs too; `init` counts as the first element, but wins no tie
+where it is the identity (`-Inf` for `max`).
 
 `associative = true` promises that `op` is associative (it need not commute): windows of more than
 $UNROLLED positions then cost only a logarithm of their size, within rounding of the written order.
@@ -32,7 +33,8 @@ There are derivatives of any order for dual numbers of ForwardDiff, and rules fo
 gives every higher derivative. Reverse over reverse gives second derivatives of one array, except in
 what `op` captures; what it cannot give is an error.
 
-Throws an `ArgumentError` that names the argument where the geometry is malformed.
+Throws an `ArgumentError` that names the argument where the geometry is malformed, or where `op` returns
+anything but a number (for a tuple of arrays: a tuple of as many numbers).
 
 # Example
 
@@ -110,7 +112,10 @@ end
 
 function _windowed(op, init, x, w::Windows, doubles::Bool)
     T = elementtype(op, init, x)
-    any(iszero, outsize(w)) && return _unzip(x, Array{T}(undef, outsize(w)))
+    if any(iszero, outsize(w))
+        E = T === Any ? _promote(typeof(init), _celltype(x)) : T
+        return _unzip(x, Array{E}(undef, outsize(w)))
+    end
     begun, cells = _promoted(op, init, x, T, doubles)
     return _unzip(x, (doubles ? doubled : written)(op, start(op, begun), cells, w))
 end
@@ -133,20 +138,20 @@ _windowed(op::Extreme, init, x::AbstractArray{Float16}, w::Windows, doubles::Boo
 "The type of what the fold reaches from init; `Any` where it is not one type."
 function elementtype(op, init, x)
     T = Base.promote_op(op, typeof(init), _celltype(x))
-    return isconcretetype(T) ? _promote(typeof(init), T) : Any
+    isconcretetype(T) || return Any
+    accepted(typeof(init), T) || _refused(init, "a $T")
+    return _promote(typeof(init), T)
 end
 elementtype(::Extreme, init, x) = promote_type(typeof(init), eltype(x))
 
 _celltype(x::AbstractArray) = eltype(x)
 _celltype(x::Tuple) = Tuple{map(eltype, x)...}
 _promote(A, B) = promote_type(A, B)
-function _promote(::Type{A}, ::Type{B}) where {A <: Tuple, B <: Tuple}
-    fieldcount(A) == fieldcount(B) ||
-        throw(ArgumentError(
-            "reduce_window: op must return a tuple of $(fieldcount(A)), as init is, and returns $B",
-        ))
-    return Tuple{map(promote_type, fieldtypes(A), fieldtypes(B))...}
-end
+_promote(::Type{A}, ::Type{B}) where {A <: Tuple, B <: Tuple} = Tuple{map(
+    promote_type,
+    fieldtypes(A),
+    fieldtypes(B),
+)...}
 
 # init in the type of the result, and the cells too where they are combined with each other.
 function _promoted(op, init, x, T, doubles)
@@ -167,6 +172,7 @@ _converted(::Type, x::Tuple) = x
 _unzip(_, y) = y
 function _unzip(x::Tuple, y)
     return ntuple(length(x)) do i
+        isempty(y) && return similar(y, fieldtype(eltype(y), i))
         column = map(t -> t[i], y)
         isconcretetype(eltype(column)) && return column
         return convert(Array{mapreduce(typeof, promote_type, column)}, column)

@@ -30,8 +30,22 @@ function start(op::Extreme, init)
     return isidentity(op.op, _plain(init)) ? Spare(element(op, init)) : element(op, init)
 end
 
-combine(op, a, b) = op(a, b)
+combine(op, a, b) = _returned(a, op(a, b))
 combine(_, ::Spare, b) = b
+
+# Checked by types where they are inferred, which costs nothing, and else by the values.
+accepted(::Type, ::Type) = true
+accepted(::Type{<:Number}, ::Type{B}) where {B} = B <: Number
+accepted(::Type{A}, ::Type{B}) where {A <: Tuple, B} = B <: NTuple{fieldcount(A), Number}
+_returned(a, y) = accepted(typeof(a), typeof(y)) ?
+    y :
+    _refused(a, "the $(typeof(y)) $(repr(y))")
+function _refused(init, what)
+    wanted = init isa Tuple ? "a tuple of $(length(init)) numbers" : "a number"
+    throw(ArgumentError(
+        "reduce_window: op must return $wanted, as init is, and returns $what; a reducer combines one accumulator and one cell, op(a, b), to one accumulator",
+    ))
+end
 
 "Reducers that may be reassociated without a promise."
 const Associative = Union{Extreme, typeof(+), typeof(*), typeof(&), typeof(|), typeof(xor)}
