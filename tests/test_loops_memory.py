@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 from pybridge import bounded_fori_loop, bounded_while_loop
-from pybridge._loops import chunks, saving, trajectory
+from pybridge._loops import chunks, saving, segments, trajectory
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -108,10 +108,10 @@ def test_checkpoints_reverse_over_forward_over_reverse():
     close(third(loss(5, 9, checkpoints=2)), third(plain(5)), 1e-10)
 
 
-@pytest.mark.parametrize("bound", [1, 2, 9, 30, 512, 4096, 1_000_000])
+@pytest.mark.parametrize("bound", [1, 2, 9, 30, 512, 4096, 1_000_000, 2**31 - 1])
 def test_levels_reach_the_bound_within_the_slots(bound):
     for slots in (1, 3, 64, 2000):
-        levels = trajectory._levels(bound, slots)
+        levels = segments.levels(bound, slots)
         assert math.prod(levels) >= bound
         assert sum(levels) <= max(slots, 4 * math.ceil(bound**0.25))
         assert len(levels) == 1 or bound > slots

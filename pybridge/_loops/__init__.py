@@ -6,6 +6,7 @@
 ``steps``       what the rules ask of a step's jaxpr: its tangent, its halves, its map over lanes
 ``saving``      what the forward pass keeps for the reverse pass, and within which memory
 ``trajectory``  the linear part of a loop whose rows do not fit: a fold that starts from the start
+``segments``    such a fold by loops within loops, for reverse mode over reverse mode
 ``chunks``      the transpose of a loop with large constants, several steps at a time
 ``lanes``       loops under vmap whose lanes stop at different times
 ``rows``        steps that write rows of a large buffer, in place

@@ -9,9 +9,6 @@ most r advances a step it reaches binomial(c + r, c) steps (Griewank and Walther
 revolve, ACM TOMS 26, 2000).
 """
 
-import itertools
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +17,7 @@ from jax.extend.core import Primitive, jaxpr_as_fun, new_jaxpr_eqn, primitives, 
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
-from pybridge._loops import lanes, primitive, steps
+from pybridge._loops import lanes, segments, steps
 from pybridge._loops.steps import invert, merge, select, split
 
 fold_p = Primitive("trajectory_fold")
@@ -202,91 +199,12 @@ def _dual_fold(fold, m_consts, m_x, m_r):
 
 
 def _by_loops(*operands, advance, fold, bound, slots, reverse, counts):
-    """The same fold by loops within loops, which linearise by the rules of the loop.
-
-    Only reverse mode over reverse mode comes here. It asks for pairs of a state and an r, and these
-    run in opposite directions, so no schedule of single states serves it. But each loop keeps a
-    state and an r for each of its own steps, and what its inner loops keep is computed again.
-    """
+    """The same fold as ``segments`` does it. Only reverse mode over reverse mode comes here."""
     length, consts, x, r = _parts(operands, counts)
-    nest = _nest(advance, fold, counts, _levels(bound, slots), reverse)
+    nest = segments.fold_in_segments(
+        advance, fold, counts[1:], segments.levels(bound, slots), reverse
+    )
     return jaxpr_as_fun(nest)(length, *consts, *x, *r)
-
-
-# More loops within loops would take longer to compile than they save.
-MOST_LEVELS = 4
-
-
-def _levels(bound, slots):
-    """The bounds of as few loops as keep no more than ``slots`` steps in all, or else of those that
-    keep the fewest. Together they reach ``bound``."""
-    choices = []
-    for depth in range(1, MOST_LEVELS + 1):
-        left, levels = bound, []
-        for below in reversed(range(depth)):
-            levels.append(next(k for k in itertools.count(1) if k ** (below + 1) >= left))
-            left = -(-left // levels[-1])
-        choices.append(tuple(levels))
-    fitting = [levels for levels in choices if sum(levels) <= slots]
-    return fitting[0] if fitting else min(choices, key=sum)
-
-
-@steps.remember
-def _nest(advance, fold, counts, levels, reverse):
-    """``(length, consts, x, r) -> r`` over steps in segments, and those in segments, and so on."""
-    n = counts[1], counts[2]
-    c, x, r = split(fold.in_avals, *n)
-    if not levels:
-        return steps.trace(lambda length, *args: jaxpr_as_fun(fold)(*args), [_LENGTH, *c, *x, *r])
-    inside = math.prod(levels[1:])
-    inner = _nest(advance, fold, counts, levels[1:], reverse)
-
-    def segment(*args):
-        (length,), consts, carry, (k, *start) = split(args, 1, n[0], len(r))
-        return jaxpr_as_fun(inner)(_steps_in(k, length, inside), *consts, *start, *carry)
-
-    segment = steps.trace(segment, [_LENGTH, *c, *r, _LENGTH, *x])
-
-    def run(*args):
-        (length,), consts, x, r = split(args, 1, *n)
-        starts = _walk(length, consts, x, advance, levels, starts=True)
-        return _over_segments(length, consts, r, starts, segment, levels, reverse)
-
-    return steps.trace(run, [_LENGTH, *c, *x, *r])
-
-
-_LENGTH = jax.core.ShapedArray((), jnp.int32)
-
-
-def _walk(length, consts, x, advance, levels, starts=False):
-    """The state after ``length`` steps, or the states at the starts of the outermost segments."""
-    if not levels:
-        return jaxpr_as_fun(advance)(*consts, *x)
-    inside = math.prod(levels[1:])
-
-    def segment(*args):
-        (length,), consts, x, (k,) = split(args, 1, *n)
-        after = _walk(_steps_in(k, length, inside), consts, x, advance, levels[1:])
-        return [*after, *x] if starts else after
-
-    n = len(consts), len(x)
-    segment = steps.trace(segment, [_LENGTH, *advance.in_avals, _LENGTH])
-    outs = _over_segments(length, consts, x, [], segment, levels, False)
-    return outs[n[1] :] if starts else outs
-
-
-def _steps_in(k, length, inside):
-    return jnp.clip(length - k * inside, 0, inside)
-
-
-def _over_segments(length, consts, carry, rows, segment, levels, reverse):
-    inside = math.prod(levels[1:])
-    count = lax.div(length + jnp.int32(inside - 1), jnp.int32(inside))
-    rows = [jnp.arange(levels[0], dtype=jnp.int32), *rows]
-    return primitive.bind(
-        [count], [length, *consts], carry, rows, cond=None, step=segment,
-        bound=levels[0], reverse=reverse, checkpoints="all",
-    )  # fmt: skip
 
 
 def _trajectory_unknown(unknown, advance, counts):
