@@ -388,6 +388,8 @@ NOTICED = [
     ("const kept = Any[]; x -> map(v -> (push!(kept, v); v), x)", lambda x: x),
     ("x -> begin s = 0.0f0; for v in x; s += v; end; s end", lambda x: x.sum()),
     ("x -> collect(x')", lambda x: x.T),
+    ("x -> x isa Matrix ? x .+ 1 : x .+ 2", lambda x: x + 1),
+    ("begin h(x::Matrix) = 1 .* x; h(x::AbstractMatrix) = 2 .* x; x -> h(x) end", lambda x: x),
 ]  # fmt: skip
 
 

@@ -122,6 +122,12 @@ def test_unwrap_a_python_function_over_a_julia_closure(julia, x64):
     np.testing.assert_allclose(jax.grad(skeleton, 1)(z, captured)["g"]["w"], 2 * z**2)
 
 
+def test_a_branch_in_a_broadcast_keeps_its_second_derivative(julia, x64):
+    f = julia_function("x -> sum(@. ifelse(x > 1, x^3, 0.0)) + sum(ifelse.(x .> 1, x .^ 2, x))")
+    z = np.array([0.5, 2.0])
+    np.testing.assert_allclose(jax.hessian(f)(z), np.diag([0, 14]))
+
+
 def test_idle_levels_cost_one_evaluation(border, julia):
     f = julia_function("x -> sum(x)", result=jax.ShapeDtypeStruct((), "float32"))
     y = jax.jit(jax.vmap(lambda i: f(jnp.ones(2)) + i))(jnp.arange(4.0))

@@ -3,9 +3,9 @@ module NestedGradientsZygoteExt
 
 using ADTypes: AutoZygote
 using Base.Broadcast: AbstractArrayStyle, broadcasted
-using ForwardDiff: Dual
+using ForwardDiff: Dual, Partials
 using NestedGradients: NestedGradients, DualArray, DualStyle, Level, context, dual
-using Zygote: Zygote, @adjoint
+using Zygote: Zygote, ZygoteRules, @adjoint
 
 function NestedGradients.reversepass(::AutoZygote, h::H, s0, z::Tuple) where {H}
     y, back = Zygote.pullback(h, z...)
@@ -21,14 +21,23 @@ Zygote.accum(x::DualArray, y::DualArray) = x .+ y
 # arguments. Over our arrays we do it in one pass an argument, with a tag of our own that lies outside
 # theirs: the passes keep two streams apart as all our loops do, and cannot be mistaken for others.
 
-"`f` with its argument `I` made a dual number of partial 1."
-struct Seeded{I, G, F}
+"""
+`f` with its argument `I` made a dual number of partial 1. The result is one whatever `f` returns, over the type
+`R`: a branch such as `ifelse(mask, a, b)` or `x > 0 ? x : 0.0` may return what does not depend on that argument.
+"""
+struct Seeded{I, G, R, F}
     f::F
 end
-Seeded{I, G}(f::F) where {I, G, F} = Seeded{I, G, F}(f)
-@inline function (s::Seeded{I, G})(args::Vararg{Any, N}) where {I, G, N}
-    return s.f(ntuple(j -> j == I ? dual(G, args[j], one(args[j])) : args[j], Val(N))...)
+Seeded{I, G, R}(f::F) where {I, G, R, F} = Seeded{I, G, R, F}(f)
+@inline function (s::Seeded{I, G, R})(args::Vararg{Any, N}) where {I, G, R, N}
+    y = s.f(ntuple(j -> j == I ? dual(G, args[j], one(args[j])) : args[j], Val(N))...)
+    v, p = NestedGradients.parts(G, y)
+    partial = p === nothing ? zero(R) : convert(R, p)
+    return Dual{G, R, 1}(convert(R, v), Partials{1, R}((partial,)))
 end
+
+"The type that results of the inferred type `T` are promoted to."
+joined(::Type{T}) where {T} = promote_type(Base.uniontypes(T)...)
 
 varies(::Type{T}) where {T} = T <: Union{AbstractFloat, Dual}
 varies(x::Number) = varies(typeof(x))
@@ -45,9 +54,11 @@ direct(x) = false
     Union{Function, Type}}
     T = Broadcast.combine_eltypes(f, args)
     T === Bool && return f.(args...), _ -> nothing
-    if !(T <: Real && isconcretetype(T) && Base.issingletontype(F) && all(direct, args))
-        y, back = invoke(
-            Zygote._pullback,
+    R = joined(T)
+    if !(R <: Real && isconcretetype(R) && Base.issingletontype(F) && all(direct, args))
+        # Zygote's own, which pulls back through every element. (Its `_pullback` would ask us again.)
+        return invoke(
+            ZygoteRules.adjoint,
             Tuple{
                 typeof(__context__),
                 typeof(broadcasted),
@@ -61,11 +72,10 @@ direct(x) = false
             f,
             args...,
         )
-        return y, Base.tail ∘ back
     end
     G = Level{1, context(args)}
     passes = ntuple(
-        i -> varies(args[i]) ? Seeded{i, G}(f).(args...) : nothing,
+        i -> varies(args[i]) ? Seeded{i, G, R}(f).(args...) : nothing,
         Val(length(args)),
     )
     slopes = map(pass -> NestedGradients.takepartials(G, pass), passes)

@@ -117,8 +117,9 @@ isconstant(x::Task, path) = !istaskdone(x) || isconstant(x.result, path)
 isconstant(x::WeakRef, path) = isconstant(x.value, path)
 isconstant(x, path) = captured(x, path) === nothing
 function uncaptured(x, path)
+    place = isempty(path) ? "an argument" : "the captured field `$(join(path, '.'))`"
     throw(ArgumentError(
-        "the captured field `$(join(path, '.'))` is a $(typeof(x)), which holds numbers that vary but cannot be taken apart; capture its arrays in a NamedTuple or pass them as arguments",
+        "$place is a $(typeof(x)), which holds numbers that vary but cannot be taken apart; put its arrays in a NamedTuple, or pass them as arguments of their own",
     ))
 end
 

@@ -148,6 +148,12 @@ plain(c::AbstractThunk) = plain(unthunk(c))
 plain(c::Tangent) = plain(ChainRulesCore.backing(c))
 plain(c::Union{Tuple, NamedTuple}) = map(plain, c)
 plain(c::AbstractArray) = eltype(c) <: Number ? c : map(plain, c)
+# Zygote has `nothing` for the elements of an array whose branch did not use them.
+function plain(c::AbstractArray{<:Union{Nothing, Number}})
+    eltype(c) <: Number && return c
+    T = promote_type(Base.uniontypes(Base.nonnothingtype(eltype(c)))...)
+    return T === Union{} ? nothing : map(a -> a === nothing ? zero(T) : convert(T, a), c)
+end
 nests(c, like) = c === nothing ? map(_ -> nothing, like) : c
 
 added(::Nothing, ::Nothing) = nothing
@@ -167,7 +173,10 @@ tangent(cfg, ::Fixed, c) = NoTangent()
 tangent(cfg, x::AbstractArray, c) = c === nothing ?
     ZeroTangent() :
     map((a, b) -> tangent(Element(cfg), a, b), x, c)
-tangent(cfg, x::AbstractDict, c) = c === nothing ? NoTangent() : uncaptured(x, ())
+# Of what an inner gradient leaves alone because it cannot be taken apart: as an argument it is seen only here.
+tangent(cfg, x::Opaque, c) = c === nothing && isconstant(x, ()) ?
+    NoTangent() :
+    uncaptured(x, ())
 function tangent(cfg, x::Tuple, c)
     c === nothing && return captured(x, ()) === nothing ? NoTangent() : ZeroTangent()
     return Tangent{typeof(x)}(map((a, b) -> tangent(cfg, a, b), x, c)...)

@@ -1,8 +1,9 @@
 # May a large argument be lent without the function noticing? Julia's compiler is asked: the function
 # is inferred on a `Probe`, which knows broadcasts, `map` and whole reductions, and whose elements
 # cannot be reached otherwise without a side effect. A function that is free of side effects on it
-# writes to no argument, keeps none, and loops over none in a way that a lent array makes slower. All
-# others, and those that want an `Array`, get copies.
+# writes to no argument, keeps none, and loops over none in a way that a lent array makes slower. It may
+# still ask for a type (`x isa Vector`, a method for `Vector`), so it is tried once on made-up arrays, as
+# they are and lent. All others, and those that want an `Array`, get copies.
 
 # Below this a copy costs less than it is worth asking for, in bytes.
 const LARGE = 1 << 18
@@ -69,8 +70,22 @@ function lendable(call, args, z)
         result = Base.promote_op(call, fieldtypes(types)...)
         result !== Union{} &&
             result <: Union{Number, Probe} &&
-            Core.Compiler.is_effect_free(Base.infer_effects(call, types))
+            Core.Compiler.is_effect_free(Base.infer_effects(call, types)) &&
+            unaware(call, args, z)
     catch
         false # the compiler's interface is its own affair; copies are always right
     end
+end
+
+"Whether `call`, which has no side effects, gives the same on lent arrays as on arrays."
+function unaware(call, args, z)
+    arrays = map(((T, dims, _),) -> example(T, dims), z)
+    loan = Loan(Ptr{Nothing}(), (), false, true) # no result is made in it
+    lent = map(arrays, z) do x, leaf
+        islarge(leaf) ? Borrowed(pointer(x), size(x), loan, false) : x
+    end
+    return GC.@preserve arrays isequal(
+        call(NestedGradients.fill(args, arrays)...),
+        call(NestedGradients.fill(args, lent)...),
+    )
 end

@@ -77,3 +77,36 @@ end
         expected,
     )
 end
+
+const MASK = [true, false, true, false]
+BRANCHES = [
+    "a computed mask" => y -> sum(ifelse.(y .> 1, y.^3, y.^2)),
+    "a constant mask" => y -> sum(ifelse.(MASK, y.^3, y.^2)),
+    "a fused mask" => y -> sum(@. ifelse(y > 1, y^3, y^2)),
+    "a leaky relu" => y -> sum(ifelse.(y .> 1, y, 0.1 .* y).^3),
+    "a condition inside" => y -> sum(((c, a, b) -> c ? a^3 : b^2).(MASK, y, y)),
+    "a constant branch" => y -> sum(@. ifelse(y > 1, y^3, 0.0)),
+    "an integer branch" => y -> ones(4)' * (v -> v > 1 ? v^3 : 0).(y),
+    "a captured element" => y -> ones(4)' * (v -> v^3 * y[1]).(y),
+    "a captured sum" => y -> (q = sum(y); ones(4)' * (v -> v^3 * q).(y)),
+    "a symbol" => y -> sum(((s, v) -> v^3).(:a, y)),
+    "nothings" => y -> sum(((c, v) -> v^3).([nothing, nothing, nothing, nothing], y)),
+    "max with a number" => y -> sum(max.(y .- 1, 0).^3),
+]
+@testset "broadcasts: $name" for (name, f) in BRANCHES
+    y = [0.1, 0.4, 1.3, 2.5]
+    g(y) = DI.gradient(f, nested, y)
+    @test agree(g(y), differences(f, y))
+    H = reduce(hcat, [differences(y -> g(y)[i], y) for i in 1:4])
+    @test agree(DI.hessian(f, nested, y), H)
+    @test agree(only(Zygote.gradient(y -> sum(abs2, g(y)), y)), 2 * H * g(y))
+end
+
+@testset "a Dict as a context" begin
+    f(y, d) = sum(d["a"] .* y.^2)
+    penalty(a) = sum(DI.gradient(f, nested, [1.0, 2.0], Constant(Dict("a" => a))))
+    @test_throws "an argument is a Dict" Zygote.gradient(penalty, [1.0, 2.0])
+    @test penalty([1.0, 2.0]) == 10
+    times(p) = sum(p .* DI.gradient(f, nested, [1.0, 2.0], Constant(Dict("a" => 2))))
+    @test only(Zygote.gradient(times, [1.0, 1.0])) == [4, 8]
+end
