@@ -36,7 +36,11 @@ combine(_, ::Spare, b) = b
 # Checked by types where they are inferred, which costs nothing, and else by the values.
 accepted(::Type, ::Type) = true
 accepted(::Type{<:Number}, ::Type{B}) where {B} = B <: Number
-accepted(::Type{A}, ::Type{B}) where {A <: Tuple, B} = B <: NTuple{fieldcount(A), Number}
+@generated function accepted(::Type{A}, ::Type{B}) where {A <: Tuple, B}
+    B <: Tuple && fieldcount(A) == fieldcount(B) || return false
+    # A place in the operand is an index, not a number.
+    return all(b <: Number || !(a <: Number) for (a, b) in zip(A.parameters, B.parameters))
+end
 _returned(a, y) = accepted(typeof(a), typeof(y)) ?
     y :
     _refused(a, "the $(typeof(y)) $(repr(y))")
