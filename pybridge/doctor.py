@@ -89,7 +89,7 @@ def _look_for_julia(report, engine):
     try:
         found = find.find()
     except JuliaNotFoundError as error:
-        first = str(error).splitlines()[0].removesuffix(" Looked at:").rstrip(".")
+        first = str(error).splitlines()[0].rstrip(".")
         report.fact("Julia", first if not error.tried else "none")
         for reason in error.tried:
             report.fact("", reason)

@@ -15,7 +15,7 @@ def why_no_julia():
     try:
         find.find()
     except JuliaNotFoundError as error:
-        return str(error).splitlines()[0].removesuffix(" Looked at:")
+        return str(error).splitlines()[0].rstrip(".")
     return None
 
 

@@ -54,7 +54,7 @@ def find():
     try:
         return with_this_package(find.find()), ""
     except JuliaNotFoundError as error:
-        return None, str(error).splitlines()[0]
+        return None, str(error).splitlines()[0].rstrip(".")
 
 
 def with_this_package(found):

@@ -40,5 +40,5 @@ def live_julia():
     try:
         found = find.find()
     except JuliaNotFoundError as error:
-        return None, str(error).splitlines()[0]
+        return None, str(error).splitlines()[0].rstrip(".")
     return Julia(found.version), ""

@@ -75,7 +75,7 @@ def find() -> Found:
         return Found(exe, project, name, version, lib, bindir)
     tried = "\n".join(f"  - {reason}" for reason in missed)
     raise JuliaNotFoundError(
-        f"no Julia for the Julia engine. Looked at:\n{tried}\n{_CHOICES}", missed
+        f"no Julia for the Julia engine.\nLooked at:\n{tried}\n{_CHOICES}", missed
     )
 
 
