@@ -377,7 +377,7 @@ def test_pybridge_before_jax(julia_there):
 @pytest.mark.parametrize("order", ["torch, jax, pybridge", "jax, torch, pybridge", "pybridge, jax"])
 def test_torch_in_between(julia_there, order):
     if importlib.util.find_spec("torch") is None:
-        pytest.skip("needs torch")
+        pytest.skip("torch is installed only to try this: no extra of ours holds 800 MB of it")
     script(
         """
         f(jnp.ones(100))
@@ -423,7 +423,7 @@ def test_pythons_sigchld_is_kept_though_julia_precompiles(julia_there, tmp_path)
 
 
 def test_julia_prints_on_xlas_threads_under_ipython(julia_there):
-    pytest.importorskip("IPython")
+    pytest.importorskip("IPython", reason="pip install 'pybridge-julia[notebooks]' (ipython)")
     cell = START + textwrap.dedent("""
         print_ = 'x -> (println("from Julia"); flush(stdout); sum(x))'
         g = jax.jit(julia_function(print_, result=jax.ShapeDtypeStruct((), "float32")))

@@ -14,12 +14,7 @@ using Zygote: Zygote
 
 const SAMPLES = !isempty(ARGS) ? parse(Int, ARGS[1]) : 25
 
-"Processor time of this thread in seconds (POSIX clock 3, CLOCK_THREAD_CPUTIME_ID)."
-function cputime()
-    t = Ref((Clong(0), Clong(0)))
-    ccall(:clock_gettime, Cint, (Cint, Ref{Tuple{Clong, Clong}}), 3, t)
-    return t[][1] + 1.0e-9 * t[][2]
-end
+include("cputime.jl")
 
 net(w, x) = tanh.(w[3] * tanh.(w[2] * tanh.(w[1] * x)))
 
