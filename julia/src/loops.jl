@@ -56,11 +56,16 @@ function bounded_while_loop(
 )
     check_options(max_steps, checkpoints, on_limit)
     val, steps = run_bounded(cond, body, init, max_steps, checkpoints)
-    if on_limit !== :return && steps == max_steps && cond(val)
-        on_limit === :raise && throw_at_limit(max_steps)
-        val = spoil(val)
-    end
-    return return_steps ? (val, steps) : val
+    out = limited(val, cond, val, steps, max_steps, on_limit)
+    return return_steps ? (out, steps) : out
+end
+
+"`out`, or what `on_limit` says where the loop that reached `val` was stopped by `max_steps`."
+function limited(out, cond, val, steps, max_steps, on_limit)
+    stopped = on_limit !== :return && steps == max_steps && cond(val)
+    stopped || return out
+    on_limit === :raise && throw_at_limit(max_steps)
+    return spoil(out)
 end
 
 function check_options(max_steps, checkpoints, on_limit)
@@ -326,10 +331,7 @@ function bounded_scan_until(
     check_rows(max_steps)
     val, steps, rows = run_scan(cond, body, init, max_steps, checkpoints)
     out = (val, stack_rows(rows, steps == 0 ? one_row(body, init) : nothing, max_steps))
-    if on_limit !== :return && steps == max_steps && cond(val)
-        on_limit === :raise && throw_at_limit(max_steps)
-        out = spoil(out)
-    end
+    out = limited(out, cond, val, steps, max_steps, on_limit)
     return return_steps ? (out, steps) : out
 end
 
